@@ -1,0 +1,21 @@
+"""Communication-efficient, decentralised optimizers for PyTorch."""
+
+from decent_opt._version import __version__
+from decent_opt.config import DecentConfig
+from decent_opt.errors import ConfigError, DecentError, Disagreement, PeerLost
+from decent_opt.monitoring import JsonLines, Monitor, RoundRecord
+from decent_opt.optim import PDSGDM, Decentralized
+
+__all__ = [
+    "PDSGDM",
+    "ConfigError",
+    "DecentConfig",
+    "DecentError",
+    "Decentralized",
+    "Disagreement",
+    "JsonLines",
+    "Monitor",
+    "PeerLost",
+    "RoundRecord",
+    "__version__",
+]

@@ -1,0 +1,20 @@
+"""Moving bytes between ranks: the `Transport` protocol, torch.distributed, and an in-process loopback."""
+
+from decent_opt.communication.agreement import agreement
+from decent_opt.communication.connect import connect, set_thread_transport
+from decent_opt.communication.distributed import DistributedTransport
+from decent_opt.communication.loopback import LoopbackTransport, LoopbackWorld
+from decent_opt.communication.transport import Pending, Traffic, Transport, ring_all_reduce_bytes
+
+__all__ = [
+    "DistributedTransport",
+    "LoopbackTransport",
+    "LoopbackWorld",
+    "Pending",
+    "Traffic",
+    "Transport",
+    "agreement",
+    "connect",
+    "ring_all_reduce_bytes",
+    "set_thread_transport",
+]

@@ -1,0 +1,126 @@
+"""Loopback: n ranks as n threads of one process, for tests, simulation and a first try without a cluster.
+
+Messages are copied at `post` and delivered in order for each pair of ranks, exactly as between processes.
+Everything blocks with a time limit; when one thread fails, `LoopbackWorld.abort` wakes all others at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_opt.communication.transport import Traffic, ring_all_reduce_bytes
+from decent_opt.errors import PeerLost
+
+_ABORT = object()
+
+
+class LoopbackWorld:
+    """What the threads share: a mailbox for each ordered pair of ranks, and one board for the collectives."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.mailboxes = {(a, b): queue.Queue[Any]() for a in range(size) for b in range(size)}
+        self.board: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=timeout)
+
+    def abort(self) -> None:
+        """Wake every waiting thread with an error: a rank has failed."""
+        self.barrier.abort()
+        for mailbox in self.mailboxes.values():
+            mailbox.put(_ABORT)
+
+
+class LoopbackTransport:
+    """One thread's side of a `LoopbackWorld`; the default is a world of one rank."""
+
+    def __init__(self, world: LoopbackWorld | None = None, rank: int = 0) -> None:
+        self.world = world if world is not None else LoopbackWorld(1)
+        self.rank = rank
+        self.size = self.world.size
+
+    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], round: int) -> LoopbackPending:
+        for peer, buffer in sends.items():
+            self.world.mailboxes[self.rank, peer].put(buffer.clone())
+        sent = {peer: buffer.nbytes for peer, buffer in sends.items()}
+        return LoopbackPending(self, sent, receives, round)
+
+    def average_(self, tensors: Sequence[Tensor]) -> int:
+        if self.size == 1:
+            return 0
+        for rows in zip(*self._exchange([t.detach().clone() for t in tensors]), tensors, strict=True):
+            *values, target = rows
+            target.detach().copy_(torch.stack(values).sum(0).div_(self.size))
+        return sum(ring_all_reduce_bytes(t.nbytes, self.size) for t in tensors)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        first = self._exchange([t.detach().clone() for t in tensors] if self.rank == 0 else None)[0]
+        for target, value in zip(tensors, first, strict=True):
+            target.detach().copy_(value)
+
+    def gather(self, item: object) -> list[object]:
+        return self._exchange(item)
+
+    def close(self) -> None:
+        """Nothing is held: the world belongs to whoever made it."""
+
+    def _exchange(self, item: Any) -> list[Any]:
+        """Put an item on the board and read all of them; two barriers, so that nobody reads a later one."""
+        world = self.world
+        world.board[self.rank] = item
+        try:
+            world.barrier.wait()
+            items = list(world.board)
+            world.barrier.wait()
+        except threading.BrokenBarrierError:
+            text = f"rank {self.rank}: a rank failed or did not join a collective within {world.timeout:g} s"
+            raise PeerLost(text, rank=None, round=-1) from None
+        return items
+
+
+class LoopbackPending:
+    """Receives that are taken out of the mailboxes when they are waited for."""
+
+    def __init__(
+        self, transport: LoopbackTransport, sent: dict[int, int], receives: Mapping[int, Tensor], round: int
+    ) -> None:
+        self.transport, self.sent, self.receives, self.round = transport, sent, receives, round
+
+    def wait(self) -> Traffic:
+        traffic = Traffic(sent=self.sent)
+        for peer, buffer in self.receives.items():
+            began = time.perf_counter()
+            message = self._take(peer)
+            traffic.wait_seconds[peer] = time.perf_counter() - began
+            traffic.received[peer] = message.nbytes
+            if message.numel() != buffer.numel():
+                raise PeerLost(
+                    f"rank {self.transport.rank}: the message of rank {peer} in round {self.round} has "
+                    f"{message.numel()} bytes, expected {buffer.numel()}",
+                    rank=peer,
+                    round=self.round,
+                )
+            buffer.copy_(message)
+        return traffic
+
+    def _take(self, peer: int) -> Tensor:
+        world, rank = self.transport.world, self.transport.rank
+        try:
+            message = world.mailboxes[peer, rank].get(timeout=world.timeout)
+        except queue.Empty:
+            message = None
+        if message is None or message is _ABORT:
+            why = "a rank failed" if message is _ABORT else f"waited {world.timeout:g} s"
+            raise PeerLost(
+                f"rank {rank}: no message from rank {peer} in round {self.round} ({why})",
+                rank=peer,
+                round=self.round,
+            )
+        return message

@@ -1,0 +1,41 @@
+"""Exact averages and broadcasts of a list of tensors of any dtype and shape, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decent_opt.communication import Transport
+from decent_opt.gossip.buckets import make_buckets
+
+
+def average_(transport: Transport, tensors: Sequence[Tensor], bucket_bytes: int) -> int:
+    """x_k <- (1/n) sum_j x_j, bit-equal on every rank; return the bytes that this rank sent.
+
+    16-bit tensors travel and are summed in float32, so that the mean is rounded once.
+    """
+    sent = 0
+    for bucket in make_buckets(tensors, bucket_bytes):
+        wide = torch.promote_types(bucket.dtype, torch.float32)
+        flat = torch.empty(bucket.numel, dtype=wide, device=bucket.device)
+        bucket.read(flat)
+        sent += transport.average_([flat])
+        bucket.write(flat)
+    return sent
+
+
+def broadcast_(transport: Transport, tensors: Sequence[Tensor], bucket_bytes: int) -> None:
+    """x_k <- x_0 for every tensor, floating point or not."""
+    floating = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    for bucket in make_buckets(floating, bucket_bytes):
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        bucket.read(flat)
+        transport.broadcast_([flat])
+        bucket.write(flat)
+    for tensor in tensors:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            value = tensor.detach().contiguous()
+            transport.broadcast_([value])
+            tensor.detach().copy_(value)

@@ -1,0 +1,49 @@
+"""The message of one bucket: a 32-byte header and the payload, in one uint8 buffer.
+
+The header is four int64: (magic, round, payload bytes, sender). A receive buffer that is longer than what arrives
+is filled in part without an error by the backends, so the length has to be said and checked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decent_opt.errors import PeerLost
+
+HEADER_BYTES = 32
+_MAGIC = 0x4445434E54_01  # "DECNT", version 1 of the format
+
+
+def payload(message: Tensor) -> Tensor:
+    """Return the uint8 view behind the header."""
+    return message[HEADER_BYTES:]
+
+
+def stamp(message: Tensor, round: int, sender: int) -> None:
+    """Write the header."""
+    values = torch.tensor([_MAGIC, round, message.numel() - HEADER_BYTES, sender], dtype=torch.int64)
+    message[:HEADER_BYTES].view(torch.int64).copy_(values)
+
+
+def check(message: Tensor, round: int, sender: int, me: int) -> None:
+    """Raise `PeerLost` unless this is the expected message of `sender` in `round`.
+
+    Only on the CPU: on an accelerator a look at the bytes would stop the host at every bucket, and NCCL itself
+    refuses a message of another length.
+    """
+    if message.device.type != "cpu":
+        return
+    magic, got_round, got_bytes, got_sender = message[:HEADER_BYTES].view(torch.int64).tolist()
+    expected = message.numel() - HEADER_BYTES
+    if magic != _MAGIC:
+        problem = "is not a decent-opt message of this version"
+    elif got_round != round:
+        problem = f"belongs to round {got_round}: the ranks are out of step"
+    elif got_bytes != expected:
+        problem = f"carries {got_bytes} bytes, expected {expected}: the ranks mix different parameters"
+    elif got_sender != sender:
+        problem = f"was sent by rank {got_sender}"
+    else:
+        return
+    raise PeerLost(f"rank {me}: what came from rank {sender} in round {round} {problem}", rank=sender, round=round)

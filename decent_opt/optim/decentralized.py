@@ -1,0 +1,252 @@
+"""Decentralized: PD-SGDM around any torch optimizer.
+
+Every worker steps its own optimizer on its own data; every p steps it averages its parameters with its neighbours'
+(arXiv 2008.10435). The wrapper is a `torch.optim.Optimizer` in every way that schedulers, GradScaler, checkpoint
+tools and training frameworks look at; its `state` and `param_groups` are the base's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decent_opt.communication import connect
+from decent_opt.errors import ConfigError
+from decent_opt.monitoring import Monitor, RoundRecord
+from decent_opt.optim.amp import Scaling, scaled_step
+from decent_opt.optim.replica import OWN_PREFIX
+from decent_opt.optim.rounds import ROUND, STEP, Rounds
+
+Closure = Callable[[], Any]
+
+
+class Decentralized(torch.optim.Optimizer):
+    """Wrap a torch optimizer: local steps, and a round of gossip every `period` of them.
+
+        optimizer = Decentralized(torch.optim.AdamW(model.parameters()), period=8, topology="ring")
+
+    Construction is collective: it compares the configuration between the ranks and broadcasts rank 0's parameters.
+    In a world of one rank it does exactly what the base does.
+
+    Args:
+        base: any torch optimizer on this worker's parameters.
+        model: the model they belong to. Its buffers are then equal at the start and averaged in `consensus_`, and
+            errors name parameters as the model does.
+        sinks: called with each `RoundRecord`.
+        process_group: the workers that mix; default the whole world.
+        options: the fields of `DecentConfig`: period, topology, warmup_steps, global_every, outer_momentum,
+            momentum_sync, bucket_mb, timeout, sync_init.
+
+    Raises:
+        ConfigError: an option is not allowed, or a parameter's dtype cannot be averaged.
+        Disagreement: the ranks are not configured alike (within 10 s of the arrival of the last).
+        PeerLost: from `step`, when a peer does not take part in a round within `timeout` seconds.
+    """
+
+    # GradScaler then calls `step` on an overflow too, so that a rank that skips its update still joins the round.
+    _step_supports_amp_scaling = True
+
+    base: torch.optim.Optimizer
+    monitor: Monitor
+    _options: dict[str, Any]
+    _buffers: list[Tensor]
+    _subset: bool
+    _rounds: Rounds | None
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        sinks: Iterable[Callable[[RoundRecord], object]] = (),
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(base, Decentralized) or not isinstance(base, torch.optim.Optimizer):
+            raise ConfigError(f"base: a torch optimizer that is not decentralised already, got {type(base).__name__}")
+        self.__setstate__({"base": base, "_options": options, "_buffers": list(model.buffers()) if model else []})
+        self.monitor = Monitor(sinks)
+        self._subset = process_group is not None
+        self.connect(process_group, model)
+
+    def connect(self, process_group: dist.ProcessGroup | None = None, model: torch.nn.Module | None = None) -> Rounds:
+        """Join the other workers; collective. The constructor does it, and the first use after unpickling.
+
+        Raises:
+            ConfigError: the optimizer was made for a process group, which cannot be unpickled; pass it again.
+        """
+        if self._subset and process_group is None:
+            raise ConfigError("process_group: made for one, so after copying or unpickling call connect(process_group)")
+        transport = connect(process_group, self._options.get("timeout"))
+        self._rounds = Rounds(self.base, self._options, transport, self.monitor, self._buffers, model)
+        return self._rounds
+
+    @property
+    def rounds(self) -> Rounds:
+        """What this worker does besides the base optimizer's step."""
+        if (rounds := self._rounds) is None:
+            rounds = self.connect()
+        return rounds
+
+    # -- the optimizer that torch sees ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The base's state, ours included: entries whose keys start with "decent_"."""
+        return self.base.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.base.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base's groups; they carry our hyperparameters and the counters too."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.base.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The base's defaults."""
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.base.defaults = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Transport and process group belong to a process and are found anew; records stay with the original.
+        return {name: self.__dict__[name] for name in ("base", "_options", "_buffers", "_subset")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Optimizer.__init__ would make groups and state of its own. Torch's route for unpickled optimizers sets up
+        # the rest (hooks, profiling) without touching them, so the constructor takes it too.
+        self._rounds = None
+        self._subset = False
+        self.monitor = Monitor()
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; every rank does it at the same step. Rank 0's values are broadcast."""
+        self.base.add_param_group(param_group)
+        self.rounds.admit(self.param_groups[-1])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state dict with our entries and counters: this rank's own, no other rank is needed."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or of a plain base optimizer (then rounds begin from 0)."""
+        self.base.load_state_dict(state_dict)
+        # Torch casts floating state to the parameter's dtype; ours is wider on purpose.
+        saved = (index for group in state_dict["param_groups"] for index in group["params"])
+        live = (parameter for group in self.param_groups for parameter in group["params"])
+        for index, parameter in zip(saved, live, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if key.startswith(OWN_PREFIX) and isinstance(value, Tensor):
+                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+        if self._rounds is not None:
+            self._rounds.enter_hyperparameters()
+
+    # The base runs these hooks, around its own work; they are told of the optimizer that the user knows.
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self.base.register_state_dict_pre_hook(lambda _: hook(self), prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self.base.register_state_dict_post_hook(lambda _, saved: hook(self, saved), prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self.base.register_load_state_dict_pre_hook(lambda _, saved: hook(self, saved), prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return self.base.register_load_state_dict_post_hook(lambda _: hook(self), prepend)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """One local step of the base; every `period` steps a round with the neighbours.
+
+        Args:
+            closure: as the base takes it; in the warm-up the gradients are averaged after each call.
+
+        Returns:
+            What the base returns: the closure's loss or None.
+        """
+        rounds = self.rounds
+        probe = is_state_probe(self.base, closure)
+        rounds.before_step()
+        with rounds.own_entries_hidden():
+            result = self.base.step(closure) if probe else self._local_step(closure)
+        if not probe:
+            rounds.after_step()
+        return result
+
+    def _local_step(self, closure: Closure | None) -> Any:
+        rounds, scaling = self.rounds, Scaling.of(self)
+        if rounds.averages_gradients:
+            if closure is not None:
+                return self.base.step(rounds.averaging(closure))
+            scaling.unscale_(rounds.replica.trainable().values())
+            anyone_overflowed = rounds.average_gradients(scaling.found_inf)
+            if scaling.found_inf is not None:
+                scaling.found_inf = anyone_overflowed
+        if scaling.found_inf is None:
+            return self.base.step(closure)
+        return scaled_step(self.base, scaling, rounds.replica.trainable().values())
+
+    # -- consensus -----------------------------------------------------------------------------------------------
+
+    def consensus_(self) -> None:
+        """x_k <- (1/n) sum_j x_j on every rank, floating-point buffers too; collective."""
+        self.rounds.consensus_()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Evaluate on the workers' average; each worker's own parameters come back after the block. Collective."""
+        with self.rounds.averaged():
+            yield
+
+    def consensus_distance(self) -> float:
+        """Return sqrt((1/n) sum_k ||x_k - xbar||^2). Collective; costs one all-reduce of the model."""
+        return self.rounds.consensus_distance()
+
+    @property
+    def decent_step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self.param_groups[0][STEP])
+
+    @property
+    def decent_round(self) -> int:
+        """Rounds finished."""
+        return int(self.param_groups[0][ROUND])
+
+    def close(self) -> None:
+        """Release the process group of this optimizer; collective, optional, after the last step."""
+        if self._rounds is not None:
+            self._rounds.transport.close()
+
+
+def is_state_probe(optimizer: torch.optim.Optimizer, closure: Closure | None) -> bool:
+    """Is this call of `step` only meant to create the optimizer's state?
+
+    torch.distributed.checkpoint (`get_optimizer_state_dict`, `set_optimizer_state_dict`) steps an optimizer without
+    state once, with lr 0 and zero gradients. That is no training step, and it happens on one rank as well as on all.
+    """
+    return (
+        closure is None
+        and not optimizer.state
+        and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+        and not any(p.grad is not None and p.grad.any() for g in optimizer.param_groups for p in g["params"])
+    )

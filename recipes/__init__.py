@@ -1,0 +1,1 @@
+"""Ready-made training scripts, each runnable with `python -m decent_opt.recipes.NAME`."""
