@@ -9,8 +9,7 @@ Two ways in. `decentralize` takes the DDP model and the optimizer and returns th
     ddp_model.register_comm_hook(GossipState(optimizer, ddp=ddp_model, period=8), gossip_hook)
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: register_comm_hook compares the hook's annotations with the classes.
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -140,6 +139,8 @@ class GossipState:
                 self._overflowed = [(p, p.grad) for p in parameters if p.grad is not None]
                 for parameter, _ in self._overflowed:
                     parameter.grad = None
+            # Optimizers without own scaling refuse to step while these are set.
+            optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._hidden is not None

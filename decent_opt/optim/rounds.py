@@ -179,7 +179,7 @@ class Rounds:
 
     @torch.no_grad()
     def average_gradients(self, found_inf: Tensor | None = None) -> Tensor:
-        """g <- mean of the workers' gradients; return whether any worker has found an overflow (0-d, float32).
+        """g <- mean of the workers' gradients; return 1 if any worker has found an overflow, else 0 (0-d, float32).
 
         A parameter without a gradient counts as zero where another worker has one, and keeps None where none has.
         """
@@ -203,7 +203,7 @@ class Rounds:
                 if not someone_has[id(parameter)]:
                     parameter.grad = None
         self._record("gradient", -1, _exact_mixing(sent, began), gradients)
-        return flags[-1]
+        return (flags[-1] > 0).float()  # fused optimizers skip on exactly 1
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
