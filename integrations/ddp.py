@@ -160,7 +160,7 @@ class GossipState:
         self._warmup_bytes += ring_all_reduce_bytes(buffer.nbytes, transport.size)
         if bucket.is_last():
             sent, self._warmup_bytes = self._warmup_bytes, 0
-            step = self.rounds.group["decent_step"]
+            step = self.rounds.group["decent_step"] + 1
             self.monitor.emit(RoundRecord("gradient", step, -1, {-1: sent}, {-1: sent}, sent))
         work = dist.all_reduce(buffer.div_(transport.size), group=transport.group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])

@@ -194,7 +194,10 @@ class Decentralized(torch.optim.Optimizer):
         return result
 
     def _local_step(self, closure: Closure | None) -> Any:
-        rounds, scaling = self.rounds, Scaling.of(self)
+        rounds = self.rounds
+        if not rounds.averages_gradients and getattr(self, "found_inf", None) is None:
+            return self.base.step(closure)
+        scaling = Scaling.of(self)
         if rounds.averages_gradients:
             if closure is not None:
                 return self.base.step(rounds.averaging(closure))

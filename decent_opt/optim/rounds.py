@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from decent_opt.optim.schedule import is_exact_average, period_to_entry, round_i
 from decent_opt.topology import Topology, make_topology
 
 STEP, ROUND = "decent_step", "decent_round"
+_NOTHING = nullcontext()
 
 
 class Rounds:
@@ -136,15 +137,15 @@ class Rounds:
             self._bare = [p for p, entries in self.optimizer.state.items() if _is_bare(entries)]
         self._entries_ready = True
 
-    @contextmanager
-    def own_entries_hidden(self) -> Iterator[None]:
-        """Hide our entries of parameters that the base has not stepped yet.
+    def own_entries_hidden(self) -> AbstractContextManager[None]:
+        """Hide our entries of parameters that the base has not stepped yet, while it does.
 
         Torch's optimizers make their state for a parameter when `len(state[param]) == 0`.
         """
-        if not self._bare:
-            yield
-            return
+        return self._hide_bare_entries() if self._bare else _NOTHING
+
+    @contextmanager
+    def _hide_bare_entries(self) -> Iterator[None]:
         hidden = {parameter: self.optimizer.state.pop(parameter) for parameter in self._bare}
         try:
             yield
@@ -246,7 +247,7 @@ class Rounds:
         self.monitor.emit(
             RoundRecord(
                 kind=kind,
-                step=self.group[STEP],
+                step=self.group[STEP] + (kind == "gradient"),  # gradients are averaged before their step is counted
                 round=round,
                 bytes_sent=mixing.sent,
                 bytes_received=mixing.received,
