@@ -4,7 +4,7 @@ from decent_opt._version import __version__
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError, DecentError, Disagreement, PeerLost
 from decent_opt.monitoring import JsonLines, Monitor, RoundRecord
-from decent_opt.optim import PDSGDM, Decentralized
+from decent_opt.optim import PDSGDM, Decentralized, LocalAdamW
 
 __all__ = [
     "PDSGDM",
@@ -14,6 +14,7 @@ __all__ = [
     "Decentralized",
     "Disagreement",
     "JsonLines",
+    "LocalAdamW",
     "Monitor",
     "PeerLost",
     "RoundRecord",

@@ -26,7 +26,7 @@ from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import Decentralized
 from decent_opt.optim.amp import Scaling
 from decent_opt.optim.decentralized import is_state_probe
-from decent_opt.optim.rounds import Rounds
+from decent_opt.optim.rounds import LearnsFromAverages, Rounds
 
 logger = logging.getLogger(__name__)
 _SUSPICIOUS_BACKWARDS = 256
@@ -102,6 +102,11 @@ class GossipState:
     ) -> None:
         if isinstance(optimizer, Decentralized):
             raise ConfigError("optimizer: it is decentralised already; register no gossip_hook, or pass its `.base`")
+        if isinstance(optimizer, LearnsFromAverages):
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} has to see gradients before and after they are averaged, "
+                "which a hook cannot show it; use LocalAdamW with decentralize()"
+            )
         if ddp is not None:
             if ddp.find_unused_parameters and not ddp.static_graph:
                 raise ConfigError(

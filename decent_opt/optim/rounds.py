@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ from decent_opt.topology import Topology, make_topology
 
 STEP, ROUND = "decent_step", "decent_round"
 _NOTHING = nullcontext()
+
+
+@runtime_checkable
+class LearnsFromAverages(Protocol):
+    """A base optimizer that learns from averaged gradients what it uses later, as `SharedMomentAdamW` does."""
+
+    def observe_own_gradients(self) -> None:
+        """This worker's own gradients, just before they are averaged."""
+
+    def observe_mean_gradients(self) -> None:
+        """The mean of the workers' gradients, just after."""
+
+    def wants_average(self, round: int) -> bool:
+        """Should the step that follows this many rounds average gradients, too?"""
+
+    def end_warmup(self, workers: int) -> None:
+        """The warm-up's last step is done; `workers` took part."""
 
 
 class Rounds:
@@ -59,6 +76,7 @@ class Rounds:
         self.optimizer, self.transport = optimizer, transport
         self.buffers, self.monitor = list(buffers), monitor
         self.replica = Replica(optimizer, model)
+        self._learner = optimizer if isinstance(optimizer, LearnsFromAverages) else None
         with agreement(transport) as claims:
             self.config = config = DecentConfig.checked(**options)
             self.bucket_bytes = int(config.bucket_mb * 1e6)
@@ -125,8 +143,15 @@ class Rounds:
 
     @property
     def averages_gradients(self) -> bool:
-        """Does the coming step belong to the warm-up, which averages gradients exactly?"""
-        return not self.alone and self.group[STEP] < self.group["warmup_steps"]
+        """Does the coming step average gradients exactly: in the warm-up, or because the base asks for it?"""
+        group = self.optimizer.param_groups[0]
+        if self.alone or group[STEP] < group["warmup_steps"]:
+            return not self.alone
+        return (
+            self._learner is not None
+            and round_is_due(group[STEP], group["period"], group["warmup_steps"])
+            and self._learner.wants_average(group[ROUND])
+        )
 
     def before_step(self) -> None:
         """Create the entries of outer momentum where they are missing: x_prev = x before the first local step."""
@@ -164,8 +189,11 @@ class Rounds:
             return
         if round_is_due(step, group["period"], group["warmup_steps"]):
             self.run_round()
-        elif step == group["warmup_steps"] and group["outer_momentum"]:
-            outer.restart(self.optimizer, self.replica.trainable().values())
+        elif step == group["warmup_steps"]:
+            if group["outer_momentum"]:
+                outer.restart(self.optimizer, self.replica.trainable().values())
+            if self._learner is not None:
+                self._learner.end_warmup(self.transport.size)
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure followed by `average_gradients`."""
@@ -189,6 +217,8 @@ class Rounds:
         for name, p in parameters.items():
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ConfigError(f"warmup_steps: {name} has a {p.grad.layout} gradient; averaging needs dense ones")
+        if self._learner is not None and not (found_inf is not None and bool(found_inf)):
+            self._learner.observe_own_gradients()
         missing = [p for p in parameters.values() if p.grad is None]
         device = next(iter(parameters.values())).device
         flags = torch.tensor([float(p.grad is not None) for p in parameters.values()] + [0.0]).to(device)
@@ -204,7 +234,10 @@ class Rounds:
                 if not someone_has[id(parameter)]:
                     parameter.grad = None
         self._record("gradient", -1, _exact_mixing(sent, began), gradients)
-        return (flags[-1] > 0).float()  # fused optimizers skip on exactly 1
+        overflow = flags[-1] > 0
+        if self._learner is not None and not (found_inf is not None and bool(overflow)):
+            self._learner.observe_mean_gradients()
+        return overflow.float()  # fused optimizers skip on exactly 1
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
