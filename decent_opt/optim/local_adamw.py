@@ -105,7 +105,7 @@ class SharedMomentAdamW(torch.optim.AdamW):
                 steps = max(1.0, own["step"].item())
                 V = own["exp_avg_sq"].div_(1 - group["betas"][1] ** steps)
                 share = torch.where(own[OWN_LEVEL] > 0, own[MEAN_LEVEL] / own[OWN_LEVEL], 1.0)
-                own[MEAN_LEVEL].copy_(share / V.sum(dtype=torch.float32).clamp(min=1e-38))
+                own[MEAN_LEVEL].copy_(share / V.sum(dtype=_wide(V)).clamp(min=1e-38))
                 own[OWN_LEVEL].div_(1 - _LEVEL_MEMORY**steps)
             group["second_moment_floor"] = _FLOOR / workers
 
@@ -165,7 +165,7 @@ class SharedMomentAdamW(torch.optim.AdamW):
                 own[OWN_SQUARE] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             for name in (OWN_LEVEL, MEAN_LEVEL):
                 if name not in own:
-                    own[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    own[name] = torch.zeros((), dtype=_wide(parameter), device=parameter.device)
         return [self.state[p] for p in parameters], parameters, [p.grad for p in parameters]
 
 
@@ -177,8 +177,13 @@ def _follow_squares(squares: list[Tensor], gradients: list[Tensor], memory: floa
 
 def _follow_levels(levels: list[Tensor], gradients: list[Tensor]) -> None:
     """level <- b level + (1 - b) ||g||^2, one number per tensor."""
-    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    norms = torch._foreach_norm(gradients, 2, _wide(gradients[0]))
     torch._foreach_lerp_(levels, torch._foreach_mul(norms, norms), 1 - _LEVEL_MEMORY)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Sums over a whole tensor need float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class LocalAdamW(Decentralized):

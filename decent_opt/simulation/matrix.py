@@ -38,6 +38,7 @@ class PeriodicTwin:
         global_every: every H-th round averages exactly, J instead of W.
         outer_momentum: beta of slow momentum: d = x_prev - x_mixed; v <- beta v + d; x = x_mixed - beta v.
         momentum_sync: "average" mixes the moments of the rule with the same W.
+        refresh_every: the step after every R-th round uses the mean of all gradients, too.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PeriodicTwin:
         global_every: int | None = None,
         outer_momentum: float = 0.0,
         momentum_sync: Literal["local", "average"] = "local",
+        refresh_every: int | None = None,
     ) -> None:
         self.gradient = gradient
         self.rule = rule
@@ -61,26 +63,32 @@ class PeriodicTwin:
         self.global_every = global_every
         self.outer_momentum = outer_momentum
         self.momentum_sync = momentum_sync
+        self.refresh_every = refresh_every
 
         self.X = x0.expand(topology.size, -1).clone()
         self.X_prev = self.X
         self.V = torch.zeros_like(self.X)
         self.steps = 0
         self.rounds = 0
+        self.refresh = False
 
     def step(self) -> None:
         """One local step of every worker, and the round that is due after it."""
         self.steps += 1
         t = self.steps
         G = torch.stack([self.gradient(k, x, t) for k, x in enumerate(self.X)])
-        if t <= self.warmup_steps:
-            G = G.mean(dim=0).expand_as(G)
+        if t <= self.warmup_steps or self.refresh:
+            mean = G.mean(dim=0).expand_as(G)
+            self.rule.learn(G, mean)
+            G = mean
+        self.refresh = False
         self.X = self.rule.step(self.X, G)
         if t == self.warmup_steps:
             self.rule.end_warmup()
             self.X_prev = self.X
         if self.round_is_due():
             self.mix(self.next_matrix())
+            self.refresh = self.refresh_every is not None and self.rounds % self.refresh_every == 0
 
     def round_is_due(self) -> bool:
         """(t - start) is a multiple of p, in the last segment with start < t."""

@@ -22,9 +22,11 @@ class Rule(Protocol):
         """X after one local step of every worker with its row of G."""
         ...
 
+    def learn(self, G: Tensor, mean: Tensor) -> None:
+        """Called before a step with averaged gradients: the workers' own G, and the mean that they all step with."""
+
     def end_warmup(self) -> None:
-        """Called once, after the last step whose gradients were averaged."""
-        ...
+        """Called once, after the last step of the warm-up."""
 
 
 @dataclass
@@ -49,6 +51,9 @@ class SGDM:
         self.state["m"] = M
         return X - self.lr * (G + self.momentum * M if self.nesterov else M)
 
+    def learn(self, G: Tensor, mean: Tensor) -> None:
+        pass
+
     def end_warmup(self) -> None:
         pass
 
@@ -57,18 +62,15 @@ class SGDM:
 class AdamW:
     """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  x <- (1 - lr decay) x - lr m^ / (sqrt(v^) + eps).
 
-    m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t). With `frozen`, v^ stays what the averaged gradients of the
-    warm-up made it.
+    m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t).
     """
 
     lr: float | Tensor
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float | Tensor = 1e-2
-    frozen: bool = False
     state: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
-    frozen_v: Tensor | None = None
 
     def step(self, X: Tensor, G: Tensor) -> Tensor:
         b1, b2 = self.betas
@@ -76,16 +78,18 @@ class AdamW:
             self.state = {"m": torch.zeros_like(X), "v": torch.zeros_like(X)}
         self.steps += 1
         self.state["m"] = b1 * self.state["m"] + (1 - b1) * G
-        if self.frozen_v is None:
-            self.state["v"] = b2 * self.state["v"] + (1 - b2) * G**2
-        m = self.state["m"] / (1 - b1**self.steps)
-        return (1 - self.lr * self.weight_decay) * X - self.lr * m / (self._corrected_v().sqrt() + self.eps)
+        self.state["v"] = b2 * self.state["v"] + (1 - b2) * G**2
+        return self.move(X, self.corrected_v())
+
+    def move(self, X: Tensor, v: Tensor) -> Tensor:
+        m = self.state["m"] / (1 - self.betas[0] ** self.steps)
+        return (1 - self.lr * self.weight_decay) * X - self.lr * m / (v.sqrt() + self.eps)
+
+    def corrected_v(self) -> Tensor:
+        return self.state["v"] / (1 - self.betas[1] ** self.steps)
+
+    def learn(self, G: Tensor, mean: Tensor) -> None:
+        pass
 
     def end_warmup(self) -> None:
-        if self.frozen:
-            self.frozen_v = self._corrected_v()
-
-    def _corrected_v(self) -> Tensor:
-        if self.frozen_v is not None:
-            return self.frozen_v
-        return self.state["v"] / (1 - self.betas[1] ** self.steps)
+        pass

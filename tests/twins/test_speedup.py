@@ -1,4 +1,4 @@
-"""Linear speed-up on virtual ranks: n workers average n independent noises, so the stationary error is n times smaller."""
+"""Linear speed-up on virtual ranks: the stationary error of n workers, who average n noises, is n times smaller."""
 
 from __future__ import annotations
 
