@@ -1,11 +1,12 @@
-"""How far local AdamW is behind DDP's AdamW, by the rule for the second moment: the study behind LocalAdamW's defaults.
+"""How far local AdamW is behind DDP's AdamW, by the rule for the second moment: what LocalAdamW's defaults rest on.
 
-    python benchmarks/adam_gap.py run [--seeds 0 1 2] [--only GROUP ...]     appends to benchmarks/results/adam_gap.jsonl
-    python benchmarks/adam_gap.py table                                      prints it
+    python benchmarks/adam_gap.py run [--seeds 0 1 2] [--only GROUP ...]   appends to benchmarks/results/adam_gap.jsonl
+    python benchmarks/adam_gap.py table                                    prints it
 
-n virtual workers (loopback) on a ring train a GPT-2 on their own shards of the embedded text, period 8, 160 steps of
-4 or 8 windows of 64 tokens, AdamW at the peak learning rate that is best for DDP (of 3e-3, 6e-3, 8e-3, 1e-2, at n = 4)
-with a cosine schedule. The loss is that of the workers' average on 32768 validation tokens. Every run that is in the file already is skipped.
+n virtual workers (loopback) on a ring train a GPT-2 on their own shards of the embedded text, period 8, 160 steps of 4
+or 8 windows of 64 tokens, AdamW with a cosine schedule at a peak learning rate of 6e-3, the best for DDP of 6e-3, 8e-3
+and 1e-2 at n = 4. The loss is that of the workers' average on 32768 validation tokens. Every run that is in the file
+already is skipped.
 """
 
 from __future__ import annotations

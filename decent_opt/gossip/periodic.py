@@ -107,7 +107,7 @@ class PeriodicGossip:
         began = time.perf_counter()
         own = payload(self._message).view(bucket.dtype)
         weights = {self.transport.rank: self._peers.self_weight, **self._peers.receive}
-        mixed = torch.zeros(bucket.numel, dtype=torch.promote_types(bucket.dtype, torch.float32), device=own.device)
+        mixed = self._accumulator(bucket).zero_()
         for peer in sorted(weights):
             term = own if peer == self.transport.rank else payload(self._incoming[peer]).view(bucket.dtype)
             mixed.add_(term, alpha=weights[peer])
@@ -118,12 +118,24 @@ class PeriodicGossip:
         return correction
 
     def _buffer(self, bucket: Bucket, slot: object) -> Tensor:
-        """A message buffer for this bucket, cut out of one allocation per slot and device that the round reuses."""
-        key = (slot, bucket.device)
-        if key not in self._pools:
-            longest = max(b.nbytes for b in self._buckets if b.device == bucket.device)
-            self._pools[key] = torch.empty(HEADER_BYTES + longest, dtype=torch.uint8, device=bucket.device)
-        return self._pools[key][: HEADER_BYTES + bucket.nbytes]
+        """A message buffer for this bucket."""
+        return self._pool(bucket, slot, HEADER_BYTES, bucket.dtype)
+
+    def _accumulator(self, bucket: Bucket) -> Tensor:
+        """Room to sum a bucket up in: float32 at least."""
+        wide = torch.promote_types(bucket.dtype, torch.float32)
+        return self._pool(bucket, "sum", 0, wide).view(wide)
+
+    def _pool(self, bucket: Bucket, slot: object, extra: int, dtype: torch.dtype) -> Tensor:
+        """Bytes for the bucket's elements in this dtype, and some extra."""
+        # One allocation per slot that all buckets of the round use in turn; a fresh one per bucket would leave holes
+        # that the next does not quite fit into, and grow the process by the size of the model.
+        kind = (bucket.dtype, bucket.device)
+        if (slot, kind) not in self._pools:
+            longest = max(b.numel for b in self._buckets if (b.dtype, b.device) == kind)
+            size = extra + longest * dtype.itemsize
+            self._pools[slot, kind] = torch.empty(size, dtype=torch.uint8, device=bucket.device)
+        return self._pools[slot, kind][: extra + bucket.numel * dtype.itemsize]
 
 
 def _noise_gain(peers: Peers) -> float:

@@ -7,6 +7,7 @@ tools and training frameworks look at; its `state` and `param_groups` are the ba
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -246,10 +247,11 @@ def is_state_probe(optimizer: torch.optim.Optimizer, closure: Closure | None) ->
 
     torch.distributed.checkpoint (`get_optimizer_state_dict`, `set_optimizer_state_dict`) steps an optimizer without
     state once, with lr 0 and zero gradients. That is no training step, and it happens on one rank as well as on all.
+    A first step of a warm-up from lr 0 on an empty batch looks the same from inside, so the caller decides.
     """
-    return (
-        closure is None
-        and not optimizer.state
-        and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
-        and not any(p.grad is not None and p.grad.any() for g in optimizer.param_groups for p in g["params"])
-    )
+    if closure is not None or optimizer.state or any(float(g.get("lr", 1.0)) for g in optimizer.param_groups):
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame.f_code.co_name == "_init_optim_state"

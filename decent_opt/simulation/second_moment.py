@@ -2,7 +2,8 @@
 
 All squares are elementwise; sums run over the coordinates of one parameter tensor, for each worker (row) by itself.
 
-    warm-up:   v as AdamW, from the mean G;  u <- b2 u + (1 - b2) G^2;  s <- b s + (1 - b) sum G^2;  a likewise of the mean
+    warm-up:   v as AdamW, from the mean G;   u <- b2 u + (1 - b2) G^2
+               s <- b s + (1 - b) sum G^2;    a likewise, from the mean G
     its end:   V = v / (1 - b2^t);   c = (a / s) / sum V;   s <- s / (1 - b^t)
     then:      "trend":      v^ = max(c s V, f / n  u / (1 - b2^t))
                "frozen":     v^ = V

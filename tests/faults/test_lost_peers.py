@@ -74,7 +74,7 @@ def test_a_rank_that_hangs_is_ended_and_leaves_no_process() -> None:
     with pytest.raises(RankFailed, match="no answer within the time limit") as error, RankPool(timeout=20) as pool:
         pool.run(_wait_for_ever, 2, timeout=3)
     assert set(error.value.reports) == {1}
-    gone, alive = psutil.wait_procs(
+    _, alive = psutil.wait_procs(
         [p for p in psutil.Process().children(recursive=True) if p.pid not in before and "serve" in str(p)], timeout=10
     )
     assert not alive

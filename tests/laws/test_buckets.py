@@ -62,7 +62,7 @@ def test_bytes_are_read_as_they_are() -> None:
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dtype torch.int64 cannot be averaged; allowed are float64"):
+    with pytest.raises(ConfigError, match=r"dtype torch\.int64 cannot be averaged; allowed are float64"):
         make_buckets([torch.zeros(3, dtype=torch.int64)], 100)
     with pytest.raises(ConfigError, match="an expanded tensor shares memory"):
         make_buckets([torch.zeros(1).expand(3)], 100)
