@@ -26,7 +26,8 @@ from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import Decentralized
 from decent_opt.optim.amp import Scaling
 from decent_opt.optim.decentralized import is_state_probe
-from decent_opt.optim.rounds import LearnsFromAverages, Rounds
+from decent_opt.optim.gradients import LearnsFromAverages
+from decent_opt.optim.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 _SUSPICIOUS_BACKWARDS = 256
@@ -133,7 +134,7 @@ class GossipState:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._probe = is_state_probe(optimizer, closure)
         self.rounds.before_step()
-        self._hidden = self.rounds.own_entries_hidden()
+        self._hidden = self.rounds.own.hidden()
         self._hidden.__enter__()
         scaling = Scaling.of(optimizer)
         if not self._native_scaling and scaling.found_inf is not None:

@@ -1,7 +1,18 @@
-"""One round of mixing, in two phases: `PeriodicGossip` (dense, PD-SGDM) and exact averages."""
+"""One round of mixing, in two phases: `PeriodicGossip` (dense, PD-SGDM), `OverlappedGossip`, and exact averages."""
 
 from decent_opt.gossip.buckets import Bucket, make_buckets
 from decent_opt.gossip.exact import average_, broadcast_
-from decent_opt.gossip.periodic import Mixing, PeriodicGossip
+from decent_opt.gossip.exchange import Mixing
+from decent_opt.gossip.overlapped import OverlappedGossip, apply_corrections
+from decent_opt.gossip.periodic import PeriodicGossip
 
-__all__ = ["Bucket", "Mixing", "PeriodicGossip", "average_", "broadcast_", "make_buckets"]
+__all__ = [
+    "Bucket",
+    "Mixing",
+    "OverlappedGossip",
+    "PeriodicGossip",
+    "apply_corrections",
+    "average_",
+    "broadcast_",
+    "make_buckets",
+]

@@ -11,15 +11,20 @@ from decent_opt.communication import Transport
 from decent_opt.gossip.buckets import make_buckets
 
 
-def average_(transport: Transport, tensors: Sequence[Tensor], bucket_bytes: int) -> int:
+def average_(
+    transport: Transport,
+    tensors: Sequence[Tensor],
+    bucket_bytes: int,
+    remainders: Sequence[Tensor | None] | None = None,
+) -> int:
     """x_k <- (1/n) sum_j x_j, bit-equal on every rank; return the bytes that this rank sent.
 
-    16-bit tensors travel and are summed in float32, so that the mean is rounded once.
+    16-bit tensors travel and are summed in float32, so that the mean is rounded once; with remainders
+    (`gossip.buckets.Bucket`) not even that.
     """
     sent = 0
-    for bucket in make_buckets(tensors, bucket_bytes):
-        wide = torch.promote_types(bucket.dtype, torch.float32)
-        flat = torch.empty(bucket.numel, dtype=wide, device=bucket.device)
+    for bucket in make_buckets(tensors, bucket_bytes, remainders):
+        flat = torch.empty(bucket.numel, dtype=bucket.wide, device=bucket.device)
         bucket.read(flat)
         sent += transport.average_([flat])
         bucket.write(flat)

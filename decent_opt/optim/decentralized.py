@@ -20,8 +20,9 @@ from decent_opt.communication import connect
 from decent_opt.errors import ConfigError
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim.amp import Scaling, scaled_step
+from decent_opt.optim.hyperparameters import ROUND, STEP
 from decent_opt.optim.replica import OWN_PREFIX
-from decent_opt.optim.rounds import ROUND, STEP, Rounds
+from decent_opt.optim.rounds import Rounds
 
 Closure = Callable[[], Any]
 
@@ -85,6 +86,8 @@ class Decentralized(torch.optim.Optimizer):
             raise ConfigError("process_group: made for one, so after copying or unpickling call connect(process_group)")
         transport = connect(process_group, self._options.get("timeout"))
         self._rounds = Rounds(self.base, self._options, transport, self.monitor, self._buffers, model)
+        # Copied and loaded workers differ on purpose: only new ones start from rank 0's parameters.
+        self._options = {**self._options, "sync_init": False}
         return self._rounds
 
     @property
@@ -125,6 +128,8 @@ class Decentralized(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Transport and process group belong to a process and are found anew; records stay with the original.
+        if self._rounds is not None:
+            self._rounds.store_corrections()
         return {name: self.__dict__[name] for name in ("base", "_options", "_buffers", "_subset")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -145,11 +150,18 @@ class Decentralized(torch.optim.Optimizer):
         self.base.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state dict with our entries and counters: this rank's own, no other rank is needed."""
+        """The base's state dict with our entries and counters: this rank's own, no other rank is needed.
+
+        A round in flight is waited for, and its pending correction is stored.
+        """
+        if self._rounds is not None:
+            self._rounds.store_corrections()
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of a plain base optimizer (then rounds begin from 0)."""
+        if self._rounds is not None:
+            self._rounds.store_corrections()  # what the neighbours have sent has to be taken, though it is not used
         self.base.load_state_dict(state_dict)
         # Torch casts floating state to the parameter's dtype; ours is wider on purpose.
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
@@ -188,7 +200,7 @@ class Decentralized(torch.optim.Optimizer):
         rounds = self.rounds
         probe = is_state_probe(self.base, closure)
         rounds.before_step()
-        with rounds.own_entries_hidden():
+        with rounds.own.hidden():
             result = self.base.step(closure) if probe else self._local_step(closure)
         if not probe:
             rounds.after_step()
@@ -237,8 +249,9 @@ class Decentralized(torch.optim.Optimizer):
         return int(self.param_groups[0][ROUND])
 
     def close(self) -> None:
-        """Release the process group of this optimizer; collective, optional, after the last step."""
+        """Complete a round in flight and release the process group; collective, optional, after the last step."""
         if self._rounds is not None:
+            self._rounds.settle()
             self._rounds.transport.close()
 
 

@@ -4,12 +4,13 @@ After mixing, per parameter:   d = x_prev - x_mixed;   v <- beta v + d;   x <- x
 
 x_prev is the parameter after the last round, so d is what p local steps and the mixing have moved it. The idea is
 SlowMo's (Wang et al. 2020) with the exact average replaced by one round of gossip. v = 0 and x_prev = x at the
-start, and again at the end of the warm-up. v is kept in float32 at least: it adds up small differences.
+start, and again at the end of the warm-up. Both are kept in float32 at least: they add up small differences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,11 @@ X_PREV = OWN_PREFIX + "x_prev"
 VELOCITY = OWN_PREFIX + "outer_momentum"
 
 
-def create(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Give each parameter without entries v = 0 and x_prev = x; return those parameters."""
-    fresh = [p for p in parameters if X_PREV not in optimizer.state.get(p, {})]
-    for parameter in fresh:
-        x = parameter.detach()
-        optimizer.state[parameter][X_PREV] = x.clone()
-        optimizer.state[parameter][VELOCITY] = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-    return fresh
+def create(entries: dict[str, Any], parameter: Tensor) -> None:
+    """v = 0 and x_prev = x."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    entries[X_PREV] = parameter.detach().to(wide, copy=True)
+    entries[VELOCITY] = torch.zeros_like(parameter, dtype=wide)
 
 
 def restart(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -38,11 +36,15 @@ def restart(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> N
         entries[VELOCITY].zero_()
 
 
-def apply_(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], beta: float) -> None:
-    """One outer step on parameters that have just been mixed."""
-    for parameter in parameters:
-        entries, x = optimizer.state[parameter], parameter.detach()
-        v = entries[VELOCITY]
-        v.mul_(beta).add_(entries[X_PREV]).sub_(x)
-        x.sub_((beta * v).to(x.dtype))
-        entries[X_PREV].copy_(x)
+def apply_(entries: dict[str, Any], parameter: Tensor, beta: float, remainder: Tensor | None) -> None:
+    """One outer step on a parameter that has just been mixed; its value is x + remainder if it has one."""
+    x, x_prev, v = parameter.detach(), entries[X_PREV], entries[VELOCITY]
+    value = x.to(x_prev.dtype, copy=True)
+    if remainder is not None:
+        value.add_(remainder)
+    v.mul_(beta).add_(x_prev).sub_(value)
+    value.sub_(v, alpha=beta)
+    x.copy_(value)
+    x_prev.copy_(value)
+    if remainder is not None:
+        torch.sub(value, x, out=remainder)

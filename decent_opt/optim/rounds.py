@@ -2,49 +2,31 @@
 
 An optimizer step goes: `before_step`, the base optimizer's own step, `after_step`. The latter counts the step and
 runs a round when one is due. `Decentralized` calls them in its `step`, `GossipState` from an optimizer's step hooks.
-Hyperparameters and the two counters are read from, and kept in, `param_groups[0]`; every group carries a copy.
+Hyperparameters and counters are read from, and kept in, `param_groups` (`hyperparameters.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
 from decent_opt.config import DecentConfig
-from decent_opt.errors import ConfigError
-from decent_opt.gossip import Mixing, PeriodicGossip, average_, broadcast_, make_buckets
+from decent_opt.gossip import Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_, broadcast_
 from decent_opt.monitoring import Monitor, RoundRecord
-from decent_opt.optim import outer
+from decent_opt.optim import consensus, hyperparameters, outer
+from decent_opt.optim.gradients import LearnsFromAverages, average_gradients_
+from decent_opt.optim.hyperparameters import DUE, ROUND, STEP
+from decent_opt.optim.own_state import REMAINDER, OwnState
 from decent_opt.optim.replica import Replica, describe
-from decent_opt.optim.schedule import is_exact_average, period_to_entry, round_is_due
+from decent_opt.optim.schedule import is_exact_average, round_is_due
 from decent_opt.topology import Topology, make_topology
-
-STEP, ROUND = "decent_step", "decent_round"
-_NOTHING = nullcontext()
-
-
-@runtime_checkable
-class LearnsFromAverages(Protocol):
-    """A base optimizer that learns from averaged gradients what it uses later, as `SharedMomentAdamW` does."""
-
-    def observe_own_gradients(self) -> None:
-        """This worker's own gradients, just before they are averaged."""
-
-    def observe_mean_gradients(self) -> None:
-        """The mean of the workers' gradients, just after."""
-
-    def wants_average(self, round: int) -> bool:
-        """Should the step that follows this many rounds average gradients, too?"""
-
-    def end_warmup(self, workers: int) -> None:
-        """The warm-up's last step is done; `workers` took part."""
 
 
 class Rounds:
@@ -80,23 +62,28 @@ class Rounds:
         with agreement(transport) as claims:
             self.config = config = DecentConfig.checked(**options)
             self.bucket_bytes = int(config.bucket_mb * 1e6)
-            self.enter_hyperparameters()
+            claims.update({name: repr(value) for name, value in self.enter_hyperparameters().items()})
             topology = make_topology(config.topology, transport.size)
-            self.gossip = PeriodicGossip(transport, topology, self.bucket_bytes)
-            hyperparameters = {name: self.group[name] for name in (*self._hyperparameters(), STEP, ROUND)}
-            claims.update({name: repr(value) for name, value in hyperparameters.items()})
+            self.gossip = self._make_gossip(topology)
             claims["topology"] = f"{topology.name} {_digest(topology)}"
             claims["base optimizer"] = type(optimizer).__name__
             claims["bucket_mb"] = repr(config.bucket_mb)
             claims["sync_init"] = repr(config.sync_init)
+            claims["overlap_steps"] = repr(config.overlap_steps)
+            claims["message_dtype"] = repr(config.message_dtype)
             claims.update(describe(self.replica.parameters()))
             claims["buffers"] = str([tuple(b.shape) for b in self.buffers])
         self._layout = list(describe(self._mixed()).items())
         if config.sync_init and transport.size > 1:
             broadcast_(transport, [*self.replica.parameters().values(), *self.buffers], self.bucket_bytes)
-        # Parameters whose state holds our entries only, which the base must not see before its own first step.
-        self._bare: list[Tensor] = []
+        self.own = OwnState(optimizer)
+        self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
         self._entries_ready = False
+
+    def _make_gossip(self, topology: Topology) -> PeriodicGossip | OverlappedGossip:
+        kind = OverlappedGossip if self.config.overlap_steps else PeriodicGossip
+        dtype = getattr(torch, self.config.message_dtype) if self.config.message_dtype else None
+        return kind(self.transport, topology, self.bucket_bytes, dtype)
 
     @property
     def group(self) -> dict[str, Any]:
@@ -108,24 +95,16 @@ class Rounds:
         """A world of one rank: nothing is exchanged, and there is no outer momentum."""
         return self.transport.size == 1
 
-    def enter_hyperparameters(self) -> None:
-        """Write hyperparameters and counters into every group that lacks them; the first group's values win."""
-        defaults = {**self._hyperparameters(), STEP: 0, ROUND: 0}
-        first = self.optimizer.param_groups[0]
-        for group in self.optimizer.param_groups:
-            for name, value in defaults.items():
-                wanted = first.setdefault(name, value)
-                if group.setdefault(name, wanted) != wanted:
-                    raise ConfigError(
-                        f"{name}: a parameter group has {group[name]!r}, the first group has {wanted!r}; "
-                        "it is one value for all groups"
-                    )
+    def enter_hyperparameters(self) -> dict[str, Any]:
+        """Write hyperparameters and counters into every group that lacks them."""
         self._entries_ready = False
+        return hyperparameters.enter(self.optimizer.param_groups, self.config)
 
     def admit(self, group: dict[str, Any]) -> None:
         """Take in a parameter group that was just added; collective: every rank adds it at the same step."""
         if self.alone:
-            return self.enter_hyperparameters()
+            self.enter_hyperparameters()
+            return
         added = {id(p) for p in group["params"]}
         new = {name: p for name, p in self.replica.parameters().items() if id(p) in added}
         with agreement(self.transport) as claims:
@@ -133,11 +112,6 @@ class Rounds:
             claims.update(describe(new))
         if self.config.sync_init:
             broadcast_(self.transport, list(new.values()), self.bucket_bytes)
-
-    def _hyperparameters(self) -> dict[str, Any]:
-        names = ("warmup_steps", "global_every", "outer_momentum", "momentum_sync")
-        config = self.config
-        return {"period": period_to_entry(config.period), **{name: getattr(config, name) for name in names}}
 
     # -- one optimizer step ------------------------------------------------------------------------------------
 
@@ -154,39 +128,21 @@ class Rounds:
         )
 
     def before_step(self) -> None:
-        """Create the entries of outer momentum where they are missing: x_prev = x before the first local step."""
-        if self._entries_ready:
-            return
-        if self.group["outer_momentum"] and not self.alone:
-            outer.create(self.optimizer, self.replica.trainable().values())
-            self._bare = [p for p, entries in self.optimizer.state.items() if _is_bare(entries)]
+        """Create our entries where they are missing: x_prev = x before the first local step."""
+        if not self._entries_ready and not self.alone:
+            self.own.create(self.replica.trainable().values(), bool(self.group["outer_momentum"]))
         self._entries_ready = True
 
-    def own_entries_hidden(self) -> AbstractContextManager[None]:
-        """Hide our entries of parameters that the base has not stepped yet, while it does.
-
-        Torch's optimizers make their state for a parameter when `len(state[param]) == 0`.
-        """
-        return self._hide_bare_entries() if self._bare else _NOTHING
-
-    @contextmanager
-    def _hide_bare_entries(self) -> Iterator[None]:
-        hidden = {parameter: self.optimizer.state.pop(parameter) for parameter in self._bare}
-        try:
-            yield
-        finally:
-            for parameter, entries in hidden.items():
-                self.optimizer.state[parameter].update(entries)
-            self._bare = [p for p in self._bare if _is_bare(self.optimizer.state[p])]
-
     def after_step(self) -> None:
-        """Count the step; run a round if one is due."""
+        """Count the step; apply what is due, and run a round if one is due."""
         group = self.optimizer.param_groups[0]
         step = group[STEP] + 1
         for g in self.optimizer.param_groups:
             g[STEP] = step
         if self.alone:
             return
+        if group[DUE] is not None and step >= group[DUE]:
+            self.settle()
         if round_is_due(step, group["period"], group["warmup_steps"]):
             self.run_round()
         elif step == group["warmup_steps"]:
@@ -208,61 +164,81 @@ class Rounds:
 
     @torch.no_grad()
     def average_gradients(self, found_inf: Tensor | None = None) -> Tensor:
-        """g <- mean of the workers' gradients; return 1 if any worker has found an overflow, else 0 (0-d, float32).
-
-        A parameter without a gradient counts as zero where another worker has one, and keeps None where none has.
-        """
+        """g <- mean of the workers' gradients; see `average_gradients_`."""
         began = time.perf_counter()
         parameters = self.replica.trainable()
-        for name, p in parameters.items():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise ConfigError(f"warmup_steps: {name} has a {p.grad.layout} gradient; averaging needs dense ones")
-        if self._learner is not None and not (found_inf is not None and bool(found_inf)):
-            self._learner.observe_own_gradients()
-        missing = [p for p in parameters.values() if p.grad is None]
-        device = next(iter(parameters.values())).device
-        flags = torch.tensor([float(p.grad is not None) for p in parameters.values()] + [0.0]).to(device)
-        if found_inf is not None:
-            flags[-1] = found_inf
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
+        overflow, sent = average_gradients_(self.transport, parameters, self.bucket_bytes, found_inf, self._learner)
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
-        sent = average_(self.transport, [*gradients, flags], self.bucket_bytes)
-        if missing:
-            someone_has = dict(zip(map(id, parameters.values()), flags.tolist(), strict=False))
-            for parameter in missing:
-                if not someone_has[id(parameter)]:
-                    parameter.grad = None
         self._record("gradient", -1, _exact_mixing(sent, began), gradients)
-        overflow = flags[-1] > 0
-        if self._learner is not None and not (found_inf is not None and bool(overflow)):
-            self._learner.observe_mean_gradients()
-        return overflow.float()  # fused optimizers skip on exactly 1
+        return overflow
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def run_round(self) -> None:
-        """Mix the parameters (and the momenta, if asked for) with the neighbours, then take the outer step."""
+        """Mix the parameters (and the momenta, if asked for) with the neighbours, or start to."""
+        self.settle()
         tensors = self._mixed()
         self._agree_on_layout(tensors)
         group, round = self.group, self.group[ROUND]
-        parameters = list(self.replica.trainable().values())
+        self._set(ROUND, round + 1)
+        parameters, mixed = list(self.replica.trainable().values()), list(tensors.values())
+        remainders = self.own.remainders(mixed)
         if is_exact_average(round, group["global_every"]):
             began = time.perf_counter()
-            sent = average_(self.transport, list(tensors.values()), self.bucket_bytes)
+            sent = average_(self.transport, mixed, self.bucket_bytes, remainders)
             self._record("average", round, _exact_mixing(sent, began), parameters)
         else:
-            self.gossip.start(list(tensors.values()), round)
+            self.gossip.start(mixed, round, remainders)
+            if self.config.overlap_steps:
+                self._in_flight = (round, mixed)
+                self._set(DUE, group[STEP] + self.config.overlap_steps)
+                return
             self._record("gossip", round, self.gossip.finish(), parameters)
-        for g in self.optimizer.param_groups:
-            g[ROUND] = round + 1
-        if group["outer_momentum"]:
-            known = [p for p in parameters if outer.X_PREV in self.optimizer.state.get(p, {})]
-            outer.apply_(self.optimizer, known, group["outer_momentum"])
-            # A parameter that was unfrozen since joins from here on: its value at the last round is not known.
-            self._bare += outer.create(self.optimizer, parameters)
-            self._bare = [p for p in self._bare if _is_bare(self.optimizer.state[p])]
+        self._outer_step(parameters)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the round in flight, if there is one, and apply its corrections, from messages or from the state."""
+        if self.group[DUE] is None:
+            return
+        self._set(DUE, None)
+        if self._in_flight is not None:
+            round, parameters = self._in_flight
+            self._in_flight = None
+            self._record("gossip", round, self.gossip.finish(), parameters)
+        else:
+            stored = self.own.take_corrections()
+            parameters = list(stored)
+            apply_corrections(parameters, list(stored.values()), self.own.remainders(parameters), self.bucket_bytes)
+        self._outer_step(parameters)
+
+    @torch.no_grad()
+    def store_corrections(self) -> None:
+        """Wait for the round in flight and keep its corrections in the state, to be applied when they are due.
+
+        It needs messages of the neighbours only, so one rank alone may save its state.
+        """
+        if self._in_flight is not None:
+            round, parameters = self._in_flight
+            self._in_flight = None
+            assert isinstance(self.gossip, OverlappedGossip)
+            mixing = self.gossip.finish(into=self.own.put_corrections(parameters))
+            self._record("gossip", round, mixing, parameters)
+
+    def _outer_step(self, parameters: Sequence[Tensor]) -> None:
+        beta, state = self.group["outer_momentum"], self.optimizer.state
+        if not beta:
+            return
+        for parameter in parameters:
+            if outer.X_PREV in state.get(parameter, {}):
+                outer.apply_(state[parameter], parameter, beta, state[parameter].get(REMAINDER))
+        # A parameter that was unfrozen since joins from here on: its value at the last round is not known.
+        self.own.create(self.replica.trainable().values(), outer_momentum=True)
+
+    def _set(self, name: str, value: int | None) -> None:
+        for group in self.optimizer.param_groups:
+            group[name] = value
 
     def _mixed(self) -> dict[str, Tensor]:
         tensors = self.replica.trainable()
@@ -294,49 +270,34 @@ class Rounds:
 
     # -- consensus ---------------------------------------------------------------------------------------------
 
-    def _consensus_tensors(self) -> list[Tensor]:
+    def _consensus(self) -> tuple[list[Tensor], list[Tensor | None]]:
         floating = [b for b in self.buffers if b.is_floating_point() or b.is_complex()]
-        return [*self.replica.trainable().values(), *floating]
+        tensors = [*self.replica.trainable().values(), *floating]
+        return tensors, self.own.remainders(tensors)
 
     @torch.no_grad()
     def consensus_(self) -> None:
-        """x_k <- (1/n) sum_j x_j on every rank, buffers too. Collective."""
+        """x_k <- (1/n) sum_j x_j on every rank, buffers too; a round in flight is completed first. Collective."""
         if not self.alone:
-            average_(self.transport, self._consensus_tensors(), self.bucket_bytes)
+            self.settle()
+            tensors, remainders = self._consensus()
+            average_(self.transport, tensors, self.bucket_bytes, remainders)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Hold the workers' average inside the block, and every worker's own parameters again after it."""
-        tensors = [] if self.alone else self._consensus_tensors()
-        own = [t.detach().clone() for t in tensors]
-        self.consensus_()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, own, strict=True):
-                    tensor.copy_(value)
+    def averaged(self) -> AbstractContextManager[None]:
+        """Hold the workers' average inside the block, and every worker's own values again after it.
 
-    @torch.no_grad()
+        The corrections of a round in flight sum to zero over the workers, so the average needs none of them.
+        """
+        if self.alone:
+            return nullcontext()
+        return consensus.averaged(self.transport, *self._consensus(), self.bucket_bytes)
+
     def consensus_distance(self) -> float:
-        """Return sqrt((1/n) sum_k ||x_k - xbar||^2), exactly. Collective; costs one all-reduce of the model."""
-        square = torch.zeros(1, dtype=torch.float64)
-        for bucket in make_buckets(self.replica.trainable().values(), self.bucket_bytes) if not self.alone else []:
-            flat = torch.empty(
-                bucket.numel, dtype=torch.promote_types(bucket.dtype, torch.float32), device=bucket.device
-            )
-            bucket.read(flat)
-            mean = flat.clone()
-            self.transport.average_([mean])
-            square += float(torch.linalg.vector_norm(flat.sub_(mean))) ** 2
-        reference = next(iter(self.replica.parameters().values()))
-        square = square.to(reference.device)
-        self.transport.average_([square])
-        return float(square.sqrt())
-
-
-def _is_bare(entries: dict[str, Any]) -> bool:
-    return bool(entries) and all(str(key).startswith("decent_") for key in entries)
+        """Return sqrt((1/n) sum_k ||x_k - xbar||^2) of the parameters, exactly. Collective."""
+        if self.alone:
+            return 0.0
+        tensors = list(self.replica.trainable().values())
+        return consensus.distance(self.transport, tensors, self.own.remainders(tensors), self.bucket_bytes)
 
 
 def _digest(topology: Topology) -> str:

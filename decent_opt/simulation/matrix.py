@@ -38,6 +38,7 @@ class PeriodicTwin:
         global_every: every H-th round averages exactly, J instead of W.
         outer_momentum: beta of slow momentum: d = x_prev - x_mixed; v <- beta v + d; x = x_mixed - beta v.
         momentum_sync: "average" mixes the moments of the rule with the same W.
+        overlap_steps: s; W X is computed at the round, and (W - I) X of then is added to the rows s steps later.
         refresh_every: the step after every R-th round uses the mean of all gradients, too.
     """
 
@@ -53,6 +54,7 @@ class PeriodicTwin:
         global_every: int | None = None,
         outer_momentum: float = 0.0,
         momentum_sync: Literal["local", "average"] = "local",
+        overlap_steps: int = 0,
         refresh_every: int | None = None,
     ) -> None:
         self.gradient = gradient
@@ -63,6 +65,7 @@ class PeriodicTwin:
         self.global_every = global_every
         self.outer_momentum = outer_momentum
         self.momentum_sync = momentum_sync
+        self.overlap_steps = overlap_steps
         self.refresh_every = refresh_every
 
         self.X = x0.expand(topology.size, -1).clone()
@@ -71,6 +74,8 @@ class PeriodicTwin:
         self.steps = 0
         self.rounds = 0
         self.refresh = False
+        self.pending: Tensor | None = None
+        self.due = 0
 
     def step(self) -> None:
         """One local step of every worker, and the round that is due after it."""
@@ -86,6 +91,8 @@ class PeriodicTwin:
         if t == self.warmup_steps:
             self.rule.end_warmup()
             self.X_prev = self.X
+        if self.pending is not None and t == self.due:
+            self.arrive(self.X + self.pending)
         if self.round_is_due():
             self.mix(self.next_matrix())
             self.refresh = self.refresh_every is not None and self.rounds % self.refresh_every == 0
@@ -105,10 +112,18 @@ class PeriodicTwin:
         return self.X.new_tensor(self.topology.matrix(r))
 
     def mix(self, W: Tensor) -> None:
-        """X <- W X, then slow momentum."""
-        X = W @ self.X
+        """X <- W X, now or `overlap_steps` later. An exact average never waits."""
+        exact = self.global_every is not None and self.rounds % self.global_every == 0
+        if self.overlap_steps and not exact:
+            self.pending, self.due = W @ self.X - self.X, self.steps + self.overlap_steps
+            return
         if self.momentum_sync == "average":
             self.rule.state = {name: W @ moment for name, moment in self.rule.state.items()}
+        self.arrive(W @ self.X)
+
+    def arrive(self, X: Tensor) -> None:
+        """The mixed rows, then slow momentum."""
+        self.pending = None
         self.V = self.outer_momentum * self.V + (self.X_prev - X)
         self.X = self.X_prev = X - self.outer_momentum * self.V
 

@@ -63,7 +63,7 @@ def test_refusals() -> None:
         LocalAdamW(parameters, warmup_steps=5, second_moment="frosen")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="warmup_steps: got 0, but the second moment is learned in the warm-up"):
         LocalAdamW(parameters, warmup_steps=0)
-    with pytest.raises(ConfigError, match="warmup_steps: .*got -3"):
+    with pytest.raises(ConfigError, match=r"warmup_steps: .*got -3"):
         LocalAdamW(parameters, warmup_steps=-3)
     LocalAdamW(parameters, warmup_steps=0, second_moment="local")
 

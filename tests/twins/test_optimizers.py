@@ -111,6 +111,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "global": {"global_every": 3},
     "momentum": {"momentum_sync": "average"},
     "segments": {"period": [(0, 1), (10, 4), (31, 3)]},
+    "overlap 1": {"overlap_steps": 1, "period": 3},
+    "overlap whole period": {"overlap_steps": 4, "period": 4},
+    "overlap and more": {
+        "overlap_steps": 2, "period": [(0, 2), (20, 5)], "warmup_steps": 6, "outer_momentum": 0.4, "global_every": 4,
+    },
     "everything": {
         "period": [(0, 2), (20, 5)], "warmup_steps": 6, "outer_momentum": 0.4, "global_every": 4,
         "momentum_sync": "average",

@@ -1,0 +1,103 @@
+"""One bucket on its way: encode it, post it to the neighbours, wait for theirs, sum up.
+
+    q = x, or x rounded to a narrower message dtype;      mixed = sum_j w_kj q_j      (float32 at least)
+
+Terms are summed in the order of the ranks, the own one included, so that workers with the same weights get the
+same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from decent_opt.communication import Transport
+from decent_opt.gossip.buckets import Bucket
+from decent_opt.gossip.message import HEADER_BYTES, check, payload, stamp
+from decent_opt.topology import Peers
+
+_Number = TypeVar("_Number", int, float)
+Allocate = Callable[[str, int], Tensor]
+"""allocate(slot, nbytes) -> uint8 buffer; the name of the slot lets a round reuse its buffers."""
+
+
+@dataclass
+class Mixing:
+    """What a round did: bytes and seconds per peer, and how far the own tensors were moved.
+
+    Attributes:
+        spread: estimate of this worker's distance to the average, from what was exchanged (0-d tensor, float32).
+            If the deviations of the workers are independent with norm s, the correction has norm
+            s sqrt((1 - w_kk)^2 + sum_{j != k} w_kj^2); `spread` solves for s.
+    """
+
+    sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
+    encode_seconds: float = 0.0
+    wait_seconds: dict[int, float] = field(default_factory=dict)
+    decode_seconds: float = 0.0
+    spread: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def estimate_spread(self, corrections: list[Tensor], peers: Peers) -> None:
+        """Set `spread` from the norms of the corrections that the buckets got."""
+        if corrections:
+            moved = torch.stack([c.to(corrections[0].device, torch.float32) for c in corrections]).norm()
+            gain = (1.0 - peers.self_weight) ** 2 + sum(w * w for w in peers.receive.values())
+            self.spread = moved / (gain**0.5 or 1.0)
+
+
+class BucketExchange:
+    """Encodes and posts a bucket at construction; `mixed` waits and sums up."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Peers,
+        round: int,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        allocate: Allocate,
+        mixing: Mixing,
+    ) -> None:
+        self.transport, self.peers, self.round = transport, peers, round
+        self.bucket, self.dtype, self.mixing = bucket, dtype, mixing
+        began = time.perf_counter()
+        nbytes = HEADER_BYTES + bucket.numel * dtype.itemsize
+        self._message = allocate("out", nbytes)
+        self._incoming = {peer: allocate(f"from {peer}", nbytes) for peer in peers.receive}
+        stamp(self._message, round, transport.rank)
+        bucket.read(self.own)
+        mixing.encode_seconds += time.perf_counter() - began
+        self._pending = transport.post(dict.fromkeys(peers.send, self._message), self._incoming, round)
+
+    @property
+    def own(self) -> Tensor:
+        """What this worker sent, q_k, of shape (numel,); free for other use once `mixed` has returned."""
+        return payload(self._message).view(self.dtype)
+
+    def mixed(self, into: Tensor) -> Tensor:
+        """Wait for the neighbours and return `into` = sum_j w_kj q_j, of shape (numel,), float32 at least."""
+        traffic = self._pending.wait()
+        for peer, message in self._incoming.items():
+            check(message, self.round, peer, self.transport.rank)
+        _add_into(self.mixing.sent, traffic.sent)
+        _add_into(self.mixing.received, traffic.received)
+        _add_into(self.mixing.wait_seconds, traffic.wait_seconds)
+        began = time.perf_counter()
+        weights = {self.transport.rank: self.peers.self_weight, **self.peers.receive}
+        into.zero_()
+        for peer in sorted(weights):
+            term = self.own if peer == self.transport.rank else payload(self._incoming[peer]).view(self.dtype)
+            into.add_(term, alpha=weights[peer])
+        self.mixing.decode_seconds += time.perf_counter() - began
+        return into
+
+
+def _add_into(total: dict[int, _Number], part: dict[int, _Number]) -> None:
+    for key, value in part.items():
+        total[key] = total[key] + value if key in total else value

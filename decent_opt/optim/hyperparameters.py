@@ -1,0 +1,38 @@
+"""Our entries in `param_groups`: hyperparameters and counters, as numbers, strings and None.
+
+Every group carries a copy, because tools save and load groups one by one. The first group's values are in force, so an
+edited value takes effect; edit it on every rank at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decent_opt.config import DecentConfig
+from decent_opt.errors import ConfigError
+from decent_opt.optim.schedule import period_to_entry
+
+STEP = "decent_step"  # optimizer steps finished
+ROUND = "decent_round"  # rounds begun
+DUE = "decent_due"  # the step after which the round in flight is applied; None if there is none
+_FROM_CONFIG = ("warmup_steps", "global_every", "outer_momentum", "momentum_sync")
+
+
+def enter(groups: Sequence[dict[str, Any]], config: DecentConfig) -> dict[str, Any]:
+    """Write what is missing into every group, from the first group or else from the config; return what is in force.
+
+    Raises:
+        ConfigError: a group has another value than the first.
+    """
+    defaults: dict[str, Any] = {"period": period_to_entry(config.period), STEP: 0, ROUND: 0, DUE: None}
+    defaults.update({name: getattr(config, name) for name in _FROM_CONFIG})
+    in_force = {name: groups[0].setdefault(name, value) for name, value in defaults.items()}
+    for group in groups:
+        for name, wanted in in_force.items():
+            if group.setdefault(name, wanted) != wanted:
+                raise ConfigError(
+                    f"{name}: a parameter group has {group[name]!r}, the first group has {wanted!r}; "
+                    "it is one value for all groups"
+                )
+    return in_force

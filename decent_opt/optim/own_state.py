@@ -1,0 +1,83 @@
+"""Our entries in `optimizer.state[param]`, beside the base optimizer's own.
+
+    decent_x_prev, decent_outer_momentum     outer momentum (outer.py)
+    decent_remainder                         what a 16-bit parameter lacks to its float32 value, 0 at first
+    decent_correction                        of a round in flight, when the state is saved before it is applied
+
+They are made at the first step, together with the base's state. Torch's optimizers make theirs for a parameter when
+`len(state[param]) == 0`, so ours are hidden while the base steps a parameter for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_opt.optim import outer
+from decent_opt.optim.replica import OWN_PREFIX
+
+REMAINDER = OWN_PREFIX + "remainder"
+CORRECTION = OWN_PREFIX + "correction"
+_NOTHING = nullcontext()
+
+
+class OwnState:
+    """Creates our entries and hides them where the base must not see them yet."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._bare: list[Tensor] = []
+
+    def create(self, parameters: Iterable[Tensor], outer_momentum: bool) -> None:
+        """Make the entries that are missing: x_prev = x, v = 0, remainder = 0."""
+        state = self.optimizer.state
+        for parameter in parameters:
+            if parameter.dtype.itemsize == 2 and REMAINDER not in state.get(parameter, {}):
+                state[parameter][REMAINDER] = torch.zeros_like(parameter, dtype=torch.float32)
+            if outer_momentum and outer.X_PREV not in state.get(parameter, {}):
+                outer.create(state[parameter], parameter)
+        self._bare = [p for p, entries in state.items() if _is_bare(entries)]
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Hide our entries of parameters that the base has not stepped yet, while it does."""
+        return self._hide() if self._bare else _NOTHING
+
+    @contextmanager
+    def _hide(self) -> Iterator[None]:
+        hidden = {parameter: self.optimizer.state.pop(parameter) for parameter in self._bare}
+        try:
+            yield
+        finally:
+            for parameter, entries in hidden.items():
+                self.optimizer.state[parameter].update(entries)
+            self._bare = [p for p in self._bare if _is_bare(self.optimizer.state[p])]
+
+    def remainders(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The remainder of each tensor; None for 32-bit parameters and for what is no parameter."""
+        # `get` with a default never makes an entry, unlike `state[tensor]`.
+        return [self.optimizer.state.get(tensor, {}).get(REMAINDER) for tensor in tensors]
+
+    def put_corrections(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Make room for a correction per parameter."""
+        for parameter in parameters:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            self.optimizer.state[parameter][CORRECTION] = torch.zeros_like(parameter, dtype=wide)
+        self._bare = [p for p, entries in self.optimizer.state.items() if _is_bare(entries)]
+        return [self.optimizer.state[p][CORRECTION] for p in parameters]
+
+    def take_corrections(self) -> dict[Tensor, Tensor]:
+        """Parameter -> correction, of all that are stored; they are removed."""
+        state = self.optimizer.state
+        found = {p: entries.pop(CORRECTION) for p, entries in state.items() if CORRECTION in entries}
+        for parameter in found:
+            if not state[parameter]:
+                del state[parameter]
+        return found
+
+
+def _is_bare(entries: dict[str, Any]) -> bool:
+    return bool(entries) and all(str(key).startswith(OWN_PREFIX) for key in entries)
