@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_opt.communication import DistributedTransport, connect, ring_all_reduce_bytes
+from decent_opt.config import resolve
+from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import Decentralized
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 _SUSPICIOUS_BACKWARDS = 256
 
 
-def decentralize(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Decentralized:
+def decentralize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, config: Source = None, **options: Any
+) -> Decentralized:
     """Train a DDP model with gossip: its gradients stay local and silent, and parameters are mixed instead.
 
     Args:
@@ -40,7 +44,7 @@ def decentralize(model: nn.Module, optimizer: torch.optim.Optimizer, **options: 
             DDP model the gradient all-reduce, the map of used parameters (`find_unused_parameters`) and the
             broadcast of buffers are switched off for good; `no_sync` keeps working and changes nothing.
         optimizer: any torch optimizer on the model's parameters, or an optimizer of decent_opt, which is returned.
-        options: as in `Decentralized`. `process_group` is by default the DDP model's.
+        config, options: as in `Decentralized`. `process_group` is by default the DDP model's.
 
     Returns:
         The optimizer to step; schedulers and GradScaler take it as they took the old one.
@@ -56,10 +60,11 @@ def decentralize(model: nn.Module, optimizer: torch.optim.Optimizer, **options: 
             options.setdefault("process_group", inner.process_group)
         silence(inner)
     if isinstance(optimizer, Decentralized):
-        if options.keys() - {"process_group"}:
-            raise ConfigError(f"options: {sorted(options)} belong to the optimizer, which is decentralised already")
+        if config is not None or options.keys() - {"process_group"}:
+            given = sorted([*options, *(["config"] if config is not None else [])])
+            raise ConfigError(f"options: {given} belong to the optimizer, which is decentralised already")
         return optimizer
-    return Decentralized(optimizer, model=module, **options)
+    return Decentralized(optimizer, model=module, config=config, **options)
 
 
 def silence(ddp: DistributedDataParallel) -> None:
@@ -84,7 +89,7 @@ class GossipState:
     Args:
         optimizer: the optimizer that the training loop steps.
         ddp: the model that the hook is registered on.
-        sinks, process_group, options: as in `Decentralized`.
+        config, sinks, process_group, options: as in `Decentralized`.
 
     Attributes:
         rounds: `consensus_()`, `averaged()`, `consensus_distance()`.
@@ -96,6 +101,7 @@ class GossipState:
         optimizer: torch.optim.Optimizer,
         *,
         ddp: DistributedDataParallel | None = None,
+        config: Source = None,
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
@@ -117,8 +123,9 @@ class GossipState:
         self.optimizer, self.monitor = optimizer, Monitor(sinks)
         module = None if ddp is None else ddp.module
         buffers = [] if module is None else list(module.buffers())
-        transport = connect(process_group, options.get("timeout"))
-        self.rounds = Rounds(optimizer, options, transport, self.monitor, buffers, module)
+        resolved = resolve(config, options)
+        transport = connect(process_group, getattr(resolved, "timeout", None))
+        self.rounds = Rounds(optimizer, resolved, transport, self.monitor, buffers, module)
         self._hidden: AbstractContextManager[None] | None = None
         self._overflowed: list[tuple[Tensor, Tensor]] = []
         self._warmup_bytes = self._backwards = 0

@@ -21,6 +21,7 @@ from torch import Tensor
 from decent_opt.communication import Pending, Transport
 from decent_opt.gossip.buckets import Bucket, make_buckets
 from decent_opt.gossip.message import HEADER_BYTES, check, payload, stamp
+from decent_opt.monitoring.ranges import phase
 from decent_opt.topology import Peers, Topology
 
 _Number = TypeVar("_Number", int, float)
@@ -71,8 +72,10 @@ class PeriodicGossip:
         """x <- sum_j w_kj x_j, in place and bucket by bucket; collect what was moved."""
         corrections: list[Tensor] = []
         for index, bucket in enumerate(self._buckets):
-            self._wait()
-            corrections.append(self._mix(bucket))
+            with phase("wait"):
+                self._wait()
+            with phase("decode"):
+                corrections.append(self._mix(bucket))
             if index + 1 < len(self._buckets):
                 self._post(self._buckets[index + 1])
         if corrections:
@@ -84,9 +87,10 @@ class PeriodicGossip:
 
     def _post(self, bucket: Bucket) -> None:
         began = time.perf_counter()
-        self._message = self._buffer(bucket, "out")
-        stamp(self._message, self._round, self.transport.rank)
-        bucket.read(payload(self._message).view(bucket.dtype))
+        with phase("encode"):
+            self._message = self._buffer(bucket, "out")
+            stamp(self._message, self._round, self.transport.rank)
+            bucket.read(payload(self._message).view(bucket.dtype))
         self._incoming = {peer: self._buffer(bucket, peer) for peer in self._peers.receive}
         self._mixing.encode_seconds += time.perf_counter() - began
         sends = dict.fromkeys(self._peers.send, self._message)

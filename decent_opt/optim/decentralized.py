@@ -10,13 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from decent_opt.communication import connect
+from decent_opt.config import DecentConfig, resolve
+from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim.amp import Scaling, scaled_step
@@ -38,6 +40,8 @@ class Decentralized(torch.optim.Optimizer):
         base: any torch optimizer on this worker's parameters.
         model: the model they belong to. Its buffers are then equal at the start and averaged in `consensus_`, and
             errors name parameters as the model does.
+        config: where options come from that are not given as arguments: a JSON or YAML file, a dict or a
+            `DecentConfig`. Default: what the environment variable DECENT_OPT_CONFIG names.
         sinks: called with each `RoundRecord`.
         process_group: the workers that mix; default the whole world.
         options: the fields of `DecentConfig`: period, topology, warmup_steps, global_every, outer_momentum,
@@ -51,10 +55,12 @@ class Decentralized(torch.optim.Optimizer):
 
     # GradScaler then calls `step` on an overflow too, so that a rank that skips its update still joins the round.
     _step_supports_amp_scaling = True
+    # What a subclass takes where neither the arguments nor `config` say anything.
+    config_defaults: ClassVar[dict[str, Any]] = {}
 
     base: torch.optim.Optimizer
     monitor: Monitor
-    _options: dict[str, Any]
+    _config: DecentConfig | ConfigError
     _buffers: list[Tensor]
     _subset: bool
     _rounds: Rounds | None
@@ -64,13 +70,15 @@ class Decentralized(torch.optim.Optimizer):
         base: torch.optim.Optimizer,
         *,
         model: torch.nn.Module | None = None,
+        config: Source = None,
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         if isinstance(base, Decentralized) or not isinstance(base, torch.optim.Optimizer):
             raise ConfigError(f"base: a torch optimizer that is not decentralised already, got {type(base).__name__}")
-        self.__setstate__({"base": base, "_options": options, "_buffers": list(model.buffers()) if model else []})
+        resolved = resolve(config, options, self.config_defaults)
+        self.__setstate__({"base": base, "_config": resolved, "_buffers": list(model.buffers()) if model else []})
         self.monitor = Monitor(sinks)
         self._subset = process_group is not None
         self.connect(process_group, model)
@@ -83,8 +91,8 @@ class Decentralized(torch.optim.Optimizer):
         """
         if self._subset and process_group is None:
             raise ConfigError("process_group: made for one, so after copying or unpickling call connect(process_group)")
-        transport = connect(process_group, self._options.get("timeout"))
-        self._rounds = Rounds(self.base, self._options, transport, self.monitor, self._buffers, model)
+        transport = connect(process_group, getattr(self._config, "timeout", None))
+        self._rounds = Rounds(self.base, self._config, transport, self.monitor, self._buffers, model)
         return self._rounds
 
     @property
@@ -125,7 +133,7 @@ class Decentralized(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Transport and process group belong to a process and are found anew; records stay with the original.
-        return {name: self.__dict__[name] for name in ("base", "_options", "_buffers", "_subset")}
+        return {name: self.__dict__[name] for name in ("base", "_config", "_buffers", "_subset")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Optimizer.__init__ would make groups and state of its own. Torch's route for unpickled optimizers sets up

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,7 +52,7 @@ class Rounds:
 
     Args:
         optimizer: the base; its `state` and `param_groups` carry all that must survive.
-        options: the fields of `DecentConfig`.
+        config: the options, or what is wrong with them, which the other ranks are told before it is raised.
         transport: this worker's access to the others. Construction is collective.
         monitor: gets a record per exchange.
         buffers: tensors of the model that are no parameters (normalisation statistics): broadcast at construction,
@@ -67,7 +67,7 @@ class Rounds:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        options: Mapping[str, Any],
+        config: DecentConfig | ConfigError,
         transport: Transport,
         monitor: Monitor,
         buffers: Sequence[Tensor] = (),
@@ -78,7 +78,9 @@ class Rounds:
         self.replica = Replica(optimizer, model)
         self._learner = optimizer if isinstance(optimizer, LearnsFromAverages) else None
         with agreement(transport) as claims:
-            self.config = config = DecentConfig.checked(**options)
+            if isinstance(config, ConfigError):
+                raise config
+            self.config = config
             self.bucket_bytes = int(config.bucket_mb * 1e6)
             self.enter_hyperparameters()
             topology = make_topology(config.topology, transport.size)
@@ -92,7 +94,7 @@ class Rounds:
             claims.update(describe(self.replica.parameters()))
             claims["buffers"] = str([tuple(b.shape) for b in self.buffers])
         self._layout = list(describe(self._mixed()).items())
-        if config.sync_init and transport.size > 1:
+        if self.config.sync_init and transport.size > 1:
             broadcast_(transport, [*self.replica.parameters().values(), *self.buffers], self.bucket_bytes)
         # Parameters whose state holds our entries only, which the base must not see before its own first step.
         self._bare: list[Tensor] = []
