@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from decent_opt._version import __version__
@@ -74,6 +77,76 @@ def doctor(
         typer.echo(f"decent-opt: {problem}", err=True)
     if problems:
         raise typer.Exit(1)
+
+
+topology_app = typer.Typer(
+    help="Graphs: who mixes with whom, how fast that mixes, and what it costs.", no_args_is_help=True
+)
+app.add_typer(topology_app, name="topology")
+
+
+@topology_app.command("list")
+def list_topologies() -> None:
+    """Show the names that a topology can have, and their options."""
+    from decent_opt.topology.factory import NAMED
+    from decent_opt.topology.options import REQUIRED
+
+    table = _table(
+        'topologies: NAME or NAME:option=value,option=value (a torus also: "torus:4x8")', "name", "what it is"
+    )
+    table.add_column("options", overflow="fold")
+    for name, named in NAMED.items():
+        options = [(o.key, o.allowed, "needed" if o.default is REQUIRED else o.default) for o in named.options]
+        lines = [f"{key}: {allowed}" + f" [{default}]" * (default is not None) for key, allowed, default in options]
+        table.add_row(name, named.about, escape("\n".join(lines)))
+    Console().print(table)
+
+
+@topology_app.command("show")
+def show_topology(
+    name: Annotated[str, typer.Argument(help="A name, with options after a colon: ring, torus:4x8, base:k=1 ...")],
+    size: Annotated[int, typer.Option("--size", "-n", min=1, help="How many workers.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--bytes", metavar="MODEL_BYTES", help="Size of the model's parameters: 500000000, 500MB, 1.2GB."),
+    ] = None,
+    round: Annotated[int, typer.Option("--round", min=0, help="Which round's W to print.")] = 0,
+    png: Annotated[Path | None, typer.Option("--png", help="Also draw the graph into this file (matplotlib).")] = None,
+) -> None:
+    """Show the mixing matrix, how fast it mixes, the bytes of a round, and a drawing of the graph."""
+    from decent_opt.errors import ConfigError
+    from decent_opt.topology import drawing, make_topology, report
+
+    try:
+        model_bytes = None if model is None else _bytes(model)
+        topology = make_topology(name, size)
+        table = _table(f"{topology.name}, {size} worker{'s' * (size > 1)}", "what", "found")
+        for what, value in report.rows(report.facts(topology), model_bytes):
+            table.add_row(what, value)
+        Console().print(table)
+        of_round = f" of round {round % topology.period}" if topology.period > 1 else ""
+        if size <= report.READABLE:
+            typer.echo(f"\nW{of_round} (row = who receives)\n{report.weights_text(topology, round)}\n")
+            for r in range(topology.period if topology.period > 1 else 0):
+                typer.echo(f"round {r}: {report.links_text(topology, r)}")
+            typer.echo(f"\n{drawing.draw(topology)}")
+        else:
+            typer.echo(f"W and the drawing are shown for up to {report.READABLE} workers; --png FILE draws any number.")
+        if png is not None:
+            drawing.save_png(topology, png)
+            typer.echo(f"\ndrawn into {png}")
+    except ConfigError as error:
+        typer.echo(f"decent-opt: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _bytes(text: str) -> int:
+    from decent_opt.errors import ConfigError
+
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kMGT]?)B?", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"bytes: must be a positive number, with kB, MB, GB or TB if you like, got {text!r}")
+    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
 def _table(title: str, *columns: str) -> Table:

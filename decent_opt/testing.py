@@ -133,15 +133,20 @@ class RankPool:
     def run(self, function: Function, n: int, args: Sequence[Any] = (), timeout: float | None = None) -> list[Any]:
         """Call `function(rank, *args)` on n ranks; see `run_ranks`."""
         limit = self.timeout if timeout is None else timeout
+        if not all(process.is_alive() for process in self._processes):
+            self._stop()
         self._grow(n)
         self._calls += 1
         if self._world is None or self._world[0] != n:
             self._world = (n, self._calls)
-        for pipe in self._pipes[:n]:
-            pipe.send((function, args, n, self._world[1], limit))
-        results, reports = self._collect(n, limit)
+        try:
+            for pipe in self._pipes[:n]:
+                pipe.send((function, args, n, self._world[1], limit))
+            results, reports = self._collect(n, limit)
+        except BaseException:
+            self._stop()  # the answers that are still to come belong to nobody
+            raise
         if reports:
-            self._world = None
             self._stop()
             raise RankFailed(reports)
         return results

@@ -21,19 +21,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_opt.communication import DistributedTransport, connect, ring_all_reduce_bytes
+from decent_opt.config import resolve
+from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import Decentralized
 from decent_opt.optim.amp import Scaling
 from decent_opt.optim.decentralized import is_state_probe
 from decent_opt.optim.gradients import LearnsFromAverages
+from decent_opt.optim.own_state import restore_own_entries
 from decent_opt.optim.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 _SUSPICIOUS_BACKWARDS = 256
 
 
-def decentralize(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Decentralized:
+def decentralize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, config: Source = None, **options: Any
+) -> Decentralized:
     """Train a DDP model with gossip: its gradients stay local and silent, and parameters are mixed instead.
 
     Args:
@@ -41,7 +46,7 @@ def decentralize(model: nn.Module, optimizer: torch.optim.Optimizer, **options: 
             DDP model the gradient all-reduce, the map of used parameters (`find_unused_parameters`) and the
             broadcast of buffers are switched off for good; `no_sync` keeps working and changes nothing.
         optimizer: any torch optimizer on the model's parameters, or an optimizer of decent_opt, which is returned.
-        options: as in `Decentralized`. `process_group` is by default the DDP model's.
+        config, options: as in `Decentralized`. `process_group` is by default the DDP model's.
 
     Returns:
         The optimizer to step; schedulers and GradScaler take it as they took the old one.
@@ -57,10 +62,11 @@ def decentralize(model: nn.Module, optimizer: torch.optim.Optimizer, **options: 
             options.setdefault("process_group", inner.process_group)
         silence(inner)
     if isinstance(optimizer, Decentralized):
-        if options.keys() - {"process_group"}:
-            raise ConfigError(f"options: {sorted(options)} belong to the optimizer, which is decentralised already")
+        if config is not None or options.keys() - {"process_group"}:
+            given = sorted([*options, *(["config"] if config is not None else [])])
+            raise ConfigError(f"options: {given} belong to the optimizer, which is decentralised already")
         return optimizer
-    return Decentralized(optimizer, model=module, **options)
+    return Decentralized(optimizer, model=module, config=config, **options)
 
 
 def silence(ddp: DistributedDataParallel) -> None:
@@ -85,7 +91,7 @@ class GossipState:
     Args:
         optimizer: the optimizer that the training loop steps.
         ddp: the model that the hook is registered on.
-        sinks, process_group, options: as in `Decentralized`.
+        config, sinks, process_group, options: as in `Decentralized`.
 
     Attributes:
         rounds: `consensus_()`, `averaged()`, `consensus_distance()`.
@@ -97,6 +103,7 @@ class GossipState:
         optimizer: torch.optim.Optimizer,
         *,
         ddp: DistributedDataParallel | None = None,
+        config: Source = None,
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
@@ -118,8 +125,9 @@ class GossipState:
         self.optimizer, self.monitor = optimizer, Monitor(sinks)
         module = None if ddp is None else ddp.module
         buffers = [] if module is None else list(module.buffers())
-        transport = connect(process_group, options.get("timeout"))
-        self.rounds = Rounds(optimizer, options, transport, self.monitor, buffers, module)
+        resolved = resolve(config, options)
+        transport = connect(process_group, getattr(resolved, "timeout", None))
+        self.rounds = Rounds(optimizer, resolved, transport, self.monitor, buffers, module)
         self._hidden: AbstractContextManager[None] | None = None
         self._overflowed: list[tuple[Tensor, Tensor]] = []
         self._warmup_bytes = self._backwards = 0
@@ -127,8 +135,20 @@ class GossipState:
         self._native_scaling = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # Otherwise GradScaler would not call `step` on a rank that overflowed, and that rank would miss a round.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._loading: dict[str, Any] = {}
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self.rounds.store_corrections()
+        self._loading = state_dict
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        restore_own_entries(optimizer, self._loading)
+        self._loading = {}
+        self.rounds.enter_hyperparameters()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -138,7 +158,7 @@ class GossipState:
         self._hidden.__enter__()
         scaling = Scaling.of(optimizer)
         if not self._native_scaling and scaling.found_inf is not None:
-            parameters = list(self.rounds.replica.trainable().values())
+            parameters = list(self.rounds.replica.every_parameter().values())
             scaling.unscale_(parameters)
             if scaling.overflowed:
                 # Without gradients the optimizer's step changes nothing, which is how to skip it from a hook.

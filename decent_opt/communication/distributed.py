@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_opt.communication.transport import Traffic, ring_all_reduce_bytes
-from decent_opt.errors import DecentError, PeerLost
+from decent_opt.errors import ConfigError, DecentError, PeerLost
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -39,16 +39,19 @@ class DistributedTransport:
     ) -> None:
         if not dist.is_initialized():
             raise DecentError("torch.distributed is not initialised: call init_process_group() first")
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("process_group: this rank is no member of it; make the optimizer on its members only")
         self.timeout, self.warn_after = timeout, warn_after
+        self.rank = dist.get_rank()
         members = None if process_group is None else dist.get_process_group_ranks(process_group)
-        self.group: dist.ProcessGroup = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout),
-            # Only the members can be asked to take part when the group is a part of the world.
-            use_local_synchronization=members is not None,
+        join = partial(dist.new_group, members, timeout=timedelta(seconds=timeout))
+        # Only the members can be asked to take part when the group is a part of the world.
+        self.group: dist.ProcessGroup = self._guarded(
+            partial(join, use_local_synchronization=members is not None), None, -1
         )
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+        self._closed = False
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], round: int) -> DistributedPending:
         # Every receive before any send: in the other order gloo runs the two directions of a pair one after
@@ -86,8 +89,9 @@ class DistributedTransport:
         return items
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if not self._closed and dist.is_initialized():
             dist.destroy_process_group(self.group)
+        self._closed = True
 
     def _irecv(self, buffer: Tensor, peer: int) -> dist.Work:
         return cast(dist.Work, dist.irecv(buffer, group=self.group, group_src=peer))

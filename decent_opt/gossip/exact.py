@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport
-from decent_opt.gossip.buckets import make_buckets
+from decent_opt.gossip.buckets import MIXABLE, make_buckets
 
 
 def average_(
@@ -32,15 +32,16 @@ def average_(
 
 
 def broadcast_(transport: Transport, tensors: Sequence[Tensor], bucket_bytes: int) -> None:
-    """x_k <- x_0 for every tensor, floating point or not."""
-    floating = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    """x_k <- x_0 for every tensor, of any dtype."""
+    floating = [t for t in tensors if t.dtype in MIXABLE]
     for bucket in make_buckets(floating, bucket_bytes):
         flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         bucket.read(flat)
         transport.broadcast_([flat])
         bucket.write(flat)
     for tensor in tensors:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            value = tensor.detach().contiguous()
-            transport.broadcast_([value])
-            tensor.detach().copy_(value)
+        if tensor.dtype not in MIXABLE and tensor.numel():
+            # As bytes: the backends do not take every dtype.
+            value = tensor.detach().reshape(-1).clone()
+            transport.broadcast_([value.view(torch.uint8)])
+            tensor.detach().copy_(value.view(tensor.shape))

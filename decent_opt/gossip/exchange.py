@@ -19,6 +19,7 @@ from torch import Tensor
 from decent_opt.communication import Transport
 from decent_opt.gossip.buckets import Bucket
 from decent_opt.gossip.message import HEADER_BYTES, check, payload, stamp
+from decent_opt.monitoring.ranges import phase
 from decent_opt.topology import Peers
 
 _Number = TypeVar("_Number", int, float)
@@ -67,13 +68,17 @@ class BucketExchange:
         self.transport, self.peers, self.round = transport, peers, round
         self.bucket, self.dtype, self.mixing = bucket, dtype, mixing
         began = time.perf_counter()
-        nbytes = HEADER_BYTES + bucket.numel * dtype.itemsize
-        self._message = allocate("out", nbytes)
-        self._incoming = {peer: allocate(f"from {peer}", nbytes) for peer in peers.receive}
-        stamp(self._message, round, transport.rank)
-        bucket.read(self.own)
+        with phase("encode"):
+            self._encode(allocate)
         mixing.encode_seconds += time.perf_counter() - began
         self._pending = transport.post(dict.fromkeys(peers.send, self._message), self._incoming, round)
+
+    def _encode(self, allocate: Allocate) -> None:
+        nbytes = HEADER_BYTES + self.bucket.numel * self.dtype.itemsize
+        self._message = allocate("out", nbytes)
+        self._incoming = {peer: allocate(f"from {peer}", nbytes) for peer in self.peers.receive}
+        stamp(self._message, self.round, self.transport.rank)
+        self.bucket.read(self.own)
 
     @property
     def own(self) -> Tensor:
@@ -82,7 +87,8 @@ class BucketExchange:
 
     def mixed(self, into: Tensor) -> Tensor:
         """Wait for the neighbours and return `into` = sum_j w_kj q_j, of shape (numel,), float32 at least."""
-        traffic = self._pending.wait()
+        with phase("wait"):
+            traffic = self._pending.wait()
         for peer, message in self._incoming.items():
             check(message, self.round, peer, self.transport.rank)
         _add_into(self.mixing.sent, traffic.sent)
@@ -90,10 +96,11 @@ class BucketExchange:
         _add_into(self.mixing.wait_seconds, traffic.wait_seconds)
         began = time.perf_counter()
         weights = {self.transport.rank: self.peers.self_weight, **self.peers.receive}
-        into.zero_()
-        for peer in sorted(weights):
-            term = self.own if peer == self.transport.rank else payload(self._incoming[peer]).view(self.dtype)
-            into.add_(term, alpha=weights[peer])
+        with phase("decode"):
+            into.zero_()
+            for peer in sorted(weights):
+                term = self.own if peer == self.transport.rank else payload(self._incoming[peer]).view(self.dtype)
+                into.add_(term, alpha=weights[peer])
         self.mixing.decode_seconds += time.perf_counter() - began
         return into
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from decent_opt.communication import connect
+from decent_opt.config import DecentConfig, resolve
+from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim.amp import Scaling, scaled_step
 from decent_opt.optim.hyperparameters import ROUND, STEP
-from decent_opt.optim.replica import OWN_PREFIX
+from decent_opt.optim.own_state import restore_own_entries
 from decent_opt.optim.rounds import Rounds
 
 Closure = Callable[[], Any]
@@ -39,6 +41,8 @@ class Decentralized(torch.optim.Optimizer):
         base: any torch optimizer on this worker's parameters.
         model: the model they belong to. Its buffers are then equal at the start and averaged in `consensus_`, and
             errors name parameters as the model does.
+        config: where options come from that are not given as arguments: a JSON or YAML file, a dict or a
+            `DecentConfig`. Default: what the environment variable DECENT_OPT_CONFIG names.
         sinks: called with each `RoundRecord`.
         process_group: the workers that mix; default the whole world.
         options: the fields of `DecentConfig`: period, topology, warmup_steps, global_every, outer_momentum,
@@ -52,12 +56,15 @@ class Decentralized(torch.optim.Optimizer):
 
     # GradScaler then calls `step` on an overflow too, so that a rank that skips its update still joins the round.
     _step_supports_amp_scaling = True
+    # What a subclass takes where neither the arguments nor `config` say anything.
+    config_defaults: ClassVar[dict[str, Any]] = {}
 
     base: torch.optim.Optimizer
     monitor: Monitor
-    _options: dict[str, Any]
+    _config: DecentConfig | ConfigError
     _buffers: list[Tensor]
     _subset: bool
+    _fresh: bool
     _rounds: Rounds | None
 
     def __init__(
@@ -65,15 +72,17 @@ class Decentralized(torch.optim.Optimizer):
         base: torch.optim.Optimizer,
         *,
         model: torch.nn.Module | None = None,
+        config: Source = None,
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         if isinstance(base, Decentralized) or not isinstance(base, torch.optim.Optimizer):
             raise ConfigError(f"base: a torch optimizer that is not decentralised already, got {type(base).__name__}")
-        self.__setstate__({"base": base, "_options": options, "_buffers": list(model.buffers()) if model else []})
+        resolved = resolve(config, options, self.config_defaults)
+        self.__setstate__({"base": base, "_config": resolved, "_buffers": list(model.buffers()) if model else []})
         self.monitor = Monitor(sinks)
-        self._subset = process_group is not None
+        self._subset, self._fresh = process_group is not None, True
         self.connect(process_group, model)
 
     def connect(self, process_group: dist.ProcessGroup | None = None, model: torch.nn.Module | None = None) -> Rounds:
@@ -84,10 +93,10 @@ class Decentralized(torch.optim.Optimizer):
         """
         if self._subset and process_group is None:
             raise ConfigError("process_group: made for one, so after copying or unpickling call connect(process_group)")
-        transport = connect(process_group, self._options.get("timeout"))
-        self._rounds = Rounds(self.base, self._options, transport, self.monitor, self._buffers, model)
+        transport = connect(process_group, getattr(self._config, "timeout", None))
+        self._rounds = Rounds(self.base, self._config, transport, self.monitor, self._buffers, model, fresh=self._fresh)
         # Copied and loaded workers differ on purpose: only new ones start from rank 0's parameters.
-        self._options = {**self._options, "sync_init": False}
+        self._fresh = False
         return self._rounds
 
     @property
@@ -130,13 +139,13 @@ class Decentralized(torch.optim.Optimizer):
         # Transport and process group belong to a process and are found anew; records stay with the original.
         if self._rounds is not None:
             self._rounds.store_corrections()
-        return {name: self.__dict__[name] for name in ("base", "_options", "_buffers", "_subset")}
+        return {name: self.__dict__[name] for name in ("base", "_config", "_buffers", "_subset")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Optimizer.__init__ would make groups and state of its own. Torch's route for unpickled optimizers sets up
         # the rest (hooks, profiling) without touching them, so the constructor takes it too.
         self._rounds = None
-        self._subset = False
+        self._subset = self._fresh = False
         self.monitor = Monitor()
         super().__setstate__(state)
 
@@ -163,13 +172,7 @@ class Decentralized(torch.optim.Optimizer):
         if self._rounds is not None:
             self._rounds.store_corrections()  # what the neighbours have sent has to be taken, though it is not used
         self.base.load_state_dict(state_dict)
-        # Torch casts floating state to the parameter's dtype; ours is wider on purpose.
-        saved = (index for group in state_dict["param_groups"] for index in group["params"])
-        live = (parameter for group in self.param_groups for parameter in group["params"])
-        for index, parameter in zip(saved, live, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                if key.startswith(OWN_PREFIX) and isinstance(value, Tensor):
-                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+        restore_own_entries(self.base, state_dict)
         if self._rounds is not None:
             self._rounds.enter_hyperparameters()
 
@@ -214,13 +217,13 @@ class Decentralized(torch.optim.Optimizer):
         if rounds.averages_gradients:
             if closure is not None:
                 return self.base.step(rounds.averaging(closure))
-            scaling.unscale_(rounds.replica.trainable().values())
+            scaling.unscale_(rounds.replica.every_parameter().values())
             anyone_overflowed = rounds.average_gradients(scaling.found_inf)
             if scaling.found_inf is not None:
                 scaling.found_inf = anyone_overflowed
         if scaling.found_inf is None:
             return self.base.step(closure)
-        return scaled_step(self.base, scaling, rounds.replica.trainable().values())
+        return scaled_step(self.base, scaling, rounds.replica.every_parameter().values())
 
     # -- consensus -----------------------------------------------------------------------------------------------
 
@@ -262,7 +265,8 @@ def is_state_probe(optimizer: torch.optim.Optimizer, closure: Closure | None) ->
     state once, with lr 0 and zero gradients. That is no training step, and it happens on one rank as well as on all.
     A first step of a warm-up from lr 0 on an empty batch looks the same from inside, so the caller decides.
     """
-    if closure is not None or optimizer.state or any(float(g.get("lr", 1.0)) for g in optimizer.param_groups):
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if closure is not None or optimizer.state or any(lr is None or float(lr) for lr in rates):
         return False
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name != "_init_optim_state":

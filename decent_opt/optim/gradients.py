@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport
+from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
 from decent_opt.gossip import average_
 
@@ -15,6 +16,10 @@ from decent_opt.gossip import average_
 @runtime_checkable
 class LearnsFromAverages(Protocol):
     """A base optimizer that learns from averaged gradients what it uses later, as `SharedMomentAdamW` does."""
+
+    def claims(self, config: DecentConfig) -> dict[str, str]:
+        """What all ranks must have alike (name -> value as text); raises `ConfigError` on what is not allowed."""
+        ...
 
     def observe_own_gradients(self) -> None:
         """This worker's own gradients, just before they are averaged."""
@@ -48,11 +53,16 @@ def average_gradients_(
     Returns:
         1 if any worker's gradients have overflowed, else 0 (0-d, float32), and the bytes sent.
     """
+    if not parameters:
+        return torch.zeros(()), 0
     for name, p in parameters.items():
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ConfigError(f"warmup_steps: {name} has a {p.grad.layout} gradient; averaging needs dense ones")
     if learner is not None and not (found_inf is not None and bool(found_inf)):
         learner.observe_own_gradients()
+    for p in parameters.values():
+        if p.grad is not None and p.grad.stride() != p.stride():
+            p.grad = torch.empty_like(p).copy_(p.grad)  # ranks average in memory order
     missing = [p for p in parameters.values() if p.grad is None]
     device = next(iter(parameters.values())).device
     flags = torch.tensor([float(p.grad is not None) for p in parameters.values()] + [0.0]).to(device)

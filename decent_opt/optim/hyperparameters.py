@@ -20,19 +20,20 @@ _FROM_CONFIG = ("warmup_steps", "global_every", "outer_momentum", "momentum_sync
 
 
 def enter(groups: Sequence[dict[str, Any]], config: DecentConfig) -> dict[str, Any]:
-    """Write what is missing into every group, from the first group or else from the config; return what is in force.
-
-    Raises:
-        ConfigError: a group has another value than the first.
-    """
+    """Write into every group what is in force: the first group's values, or else the config's; return them."""
     defaults: dict[str, Any] = {"period": period_to_entry(config.period), STEP: 0, ROUND: 0, DUE: None}
     defaults.update({name: getattr(config, name) for name in _FROM_CONFIG})
     in_force = {name: groups[0].setdefault(name, value) for name, value in defaults.items()}
     for group in groups:
-        for name, wanted in in_force.items():
-            if group.setdefault(name, wanted) != wanted:
-                raise ConfigError(
-                    f"{name}: a parameter group has {group[name]!r}, the first group has {wanted!r}; "
-                    "it is one value for all groups"
-                )
+        group.update(in_force)
     return in_force
+
+
+def check_alike(first: dict[str, Any], group: dict[str, Any]) -> None:
+    """Raise `ConfigError` if a group of the user's has another value than the first: there is one for all."""
+    for name in ("period", *_FROM_CONFIG):
+        if name in group and name in first and group[name] != first[name]:
+            raise ConfigError(
+                f"{name}: a parameter group has {group[name]!r}, the first group has {first[name]!r}; "
+                "it is one value for all groups"
+            )

@@ -24,12 +24,13 @@ more than a factor n. The rule is our own; `benchmarks/adam_gap.py` measures it 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from decent_opt.config import given
 from decent_opt.errors import ConfigError
 from decent_opt.optim.decentralized import Closure, Decentralized
 from decent_opt.optim.replica import OWN_PREFIX
@@ -195,15 +196,18 @@ class LocalAdamW(Decentralized):
 
     Args:
         params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        warmup_steps: steps of averaged gradients; 20 to 30 % of all steps is a good share. Required.
+        warmup_steps: steps of averaged gradients; 20 to 30 % of all steps is a good share. Required, here or in
+            `config`.
         second_moment: "trend" (default), "frozen", "refreshed" or "local"; see the module.
         refresh_every: with "refreshed": R, rounds between two synchronous steps.
         refresh_memory: with "refreshed": r, the weight of the old value.
-        period, topology, outer_momentum, options: as in `Decentralized`.
+        period, topology, outer_momentum, options: as in `Decentralized`; None: from `config`, else 8, "ring", 0.5.
 
     Raises:
         ConfigError: as `Decentralized`; or there is no warm-up to learn from.
     """
+
+    config_defaults: ClassVar[dict[str, Any]] = {"outer_momentum": 0.5}
 
     def __init__(
         self,
@@ -213,22 +217,17 @@ class LocalAdamW(Decentralized):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        warmup_steps: int,
+        warmup_steps: int | None = None,
         second_moment: SecondMoment = "trend",
         refresh_every: int = 4,
         refresh_memory: float = 0.9,
-        period: Any = 8,
-        topology: Any = "ring",
-        outer_momentum: float = 0.5,
+        period: Any = None,
+        topology: Any = None,
+        outer_momentum: float | None = None,
         **options: Any,
     ) -> None:
         if second_moment not in RULES:
             raise ConfigError(f"second_moment: allowed are {', '.join(RULES)}, got {second_moment!r}")
-        if second_moment != "local" and not warmup_steps:
-            raise ConfigError(
-                f"warmup_steps: got {warmup_steps}, but the second moment is learned in the warm-up; "
-                'give it 20 to 30 % of all steps, or choose second_moment="local"'
-            )
         base = SharedMomentAdamW(
             params,
             lr=lr,
@@ -239,5 +238,11 @@ class LocalAdamW(Decentralized):
             refresh_every=refresh_every if second_moment == "refreshed" else None,
             refresh_memory=refresh_memory,
         )
-        options = {"warmup_steps": warmup_steps, "outer_momentum": outer_momentum, **options}
-        super().__init__(base, period=period, topology=topology, **options)
+        own = given(warmup_steps=warmup_steps, period=period, topology=topology, outer_momentum=outer_momentum)
+        super().__init__(base, **own, **options)
+        # Only now is it known what the file or the environment says, and that all ranks have the same.
+        if second_moment != "local" and not self.rounds.config.warmup_steps:
+            raise ConfigError(
+                f"warmup_steps: got {self.rounds.config.warmup_steps}, but the second moment is learned in the "
+                'warm-up; give it 20 to 30 % of all steps, or choose second_moment="local"'
+            )

@@ -48,7 +48,7 @@ class OwnState:
 
     @contextmanager
     def _hide(self) -> Iterator[None]:
-        hidden = {parameter: self.optimizer.state.pop(parameter) for parameter in self._bare}
+        hidden = {parameter: self.optimizer.state.pop(parameter, {}) for parameter in self._bare}
         try:
             yield
         finally:
@@ -77,6 +77,16 @@ class OwnState:
             if not state[parameter]:
                 del state[parameter]
         return found
+
+
+def restore_own_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """After `load_state_dict`: torch casts floating state to the parameter's dtype, and ours is wider on purpose."""
+    saved = (index for group in state_dict["param_groups"] for index in group["params"])
+    live = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for index, parameter in zip(saved, live, strict=True):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if str(key).startswith(OWN_PREFIX) and isinstance(value, Tensor):
+                optimizer.state[parameter][key] = value.detach().to(parameter.device, copy=True)
 
 
 def _is_bare(entries: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from decent_opt.config import given
 from decent_opt.optim.decentralized import Decentralized
 
 
@@ -21,7 +22,7 @@ class PDSGDM(Decentralized):
 
     Args:
         params, lr, momentum, weight_decay, nesterov, dampening: as in `torch.optim.SGD`.
-        period, topology, options: as in `Decentralized`.
+        period, topology, options: as in `Decentralized`; None: from `config`, else 8 and "ring".
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class PDSGDM(Decentralized):
         nesterov: bool = False,
         dampening: float = 0.0,
         *,
-        period: Any = 8,
-        topology: Any = "ring",
+        period: Any = None,
+        topology: Any = None,
         **options: Any,
     ) -> None:
         base = torch.optim.SGD(
@@ -45,4 +46,4 @@ class PDSGDM(Decentralized):
             nesterov=nesterov,
             dampening=dampening,
         )
-        super().__init__(base, period=period, topology=topology, **options)
+        super().__init__(base, **given(period=period, topology=topology), **options)

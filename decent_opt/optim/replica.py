@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -25,12 +23,26 @@ class Replica:
         self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
 
     def parameters(self) -> dict[str, Tensor]:
-        """Name -> parameter, frozen ones too; a tensor that shares its memory (tied weights) appears once."""
+        """Name -> parameter, frozen ones too; of those that share their memory one, a trainable one if there is any."""
         found: dict[object, tuple[str, Tensor]] = {}
-        for name, parameter in self._named():
+        for name, parameter in self.every_parameter().items():
             memory = (parameter.data_ptr(), parameter.shape, parameter.stride())
-            found.setdefault(memory if parameter.data_ptr() else id(parameter), (name, parameter))
+            key = memory if parameter.data_ptr() else id(parameter)
+            if key not in found or (parameter.requires_grad and not found[key][1].requires_grad):
+                found[key] = (name, parameter)
         return dict(found.values())
+
+    def every_parameter(self) -> dict[str, Tensor]:
+        """Name -> parameter, also those that share their memory: each has a gradient of its own."""
+        named: dict[str, Tensor] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            known = group.get("param_names")
+            for place, parameter in enumerate(group["params"]):
+                fallback = known[place] if known else f"{place} of group {index}"
+                name = self._names.get(id(parameter), fallback)
+                # Two modules in two groups may use the same names.
+                named[name if name not in named else f"{name} of group {index}"] = parameter
+        return named
 
     def trainable(self) -> dict[str, Tensor]:
         """Name -> parameter that requires a gradient: what is mixed."""
@@ -49,13 +61,6 @@ class Replica:
             and value.is_floating_point()
             and value.shape == parameter.shape
         }
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        for index, group in enumerate(self.optimizer.param_groups):
-            known = group.get("param_names")
-            for place, parameter in enumerate(group["params"]):
-                fallback = known[place] if known else f"{place} of group {index}"
-                yield self._names.get(id(parameter), fallback), parameter
 
 
 def describe(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
 from decent_opt.config import DecentConfig
+from decent_opt.errors import ConfigError
 from decent_opt.gossip import Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_, broadcast_
+from decent_opt.gossip.buckets import MIXABLE
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import consensus, hyperparameters, outer
 from decent_opt.optim.gradients import LearnsFromAverages, average_gradients_
@@ -34,12 +36,13 @@ class Rounds:
 
     Args:
         optimizer: the base; its `state` and `param_groups` carry all that must survive.
-        options: the fields of `DecentConfig`.
+        config: the options, or what is wrong with them, which the other ranks are told before it is raised.
         transport: this worker's access to the others. Construction is collective.
         monitor: gets a record per exchange.
-        buffers: tensors of the model that are no parameters (normalisation statistics): broadcast at construction,
-            floating ones averaged where parameters are averaged exactly.
-        model: names the parameters in errors.
+        model: names the parameters in errors. What it has besides them starts equal: buffers (normalisation
+            statistics), which are also averaged where parameters are, and parameters that nobody optimizes.
+        buffers: stand in for the model's where there is no model.
+        fresh: start from rank 0's values, if the config says so; not for workers that are copied or loaded.
 
     Raises:
         ConfigError: a value is not allowed; every rank raises.
@@ -49,19 +52,24 @@ class Rounds:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        options: Mapping[str, Any],
+        config: DecentConfig | ConfigError,
         transport: Transport,
         monitor: Monitor,
         buffers: Sequence[Tensor] = (),
         model: torch.nn.Module | None = None,
+        fresh: bool = True,
     ) -> None:
         self.optimizer, self.transport = optimizer, transport
-        self.buffers, self.monitor = list(buffers), monitor
+        self.monitor, self._model, self._buffers = monitor, model, list(buffers)
         self.replica = Replica(optimizer, model)
         self._learner = optimizer if isinstance(optimizer, LearnsFromAverages) else None
         with agreement(transport) as claims:
-            self.config = config = DecentConfig.checked(**options)
+            if isinstance(config, ConfigError):
+                raise config
+            self.config = config
             self.bucket_bytes = int(config.bucket_mb * 1e6)
+            for group in optimizer.param_groups[1:]:
+                hyperparameters.check_alike(optimizer.param_groups[0], group)
             claims.update({name: repr(value) for name, value in self.enter_hyperparameters().items()})
             topology = make_topology(config.topology, transport.size)
             self.gossip = self._make_gossip(topology)
@@ -72,10 +80,15 @@ class Rounds:
             claims["overlap_steps"] = repr(config.overlap_steps)
             claims["message_dtype"] = repr(config.message_dtype)
             claims.update(describe(self.replica.parameters()))
-            claims["buffers"] = str([tuple(b.shape) for b in self.buffers])
-        self._layout = list(describe(self._mixed()).items())
-        if config.sync_init and transport.size > 1:
-            broadcast_(transport, [*self.replica.parameters().values(), *self.buffers], self.bucket_bytes)
+            claims.update({f"buffer {i}": f"shape {tuple(b.shape)}, {b.dtype}" for i, b in enumerate(self.buffers)})
+            if self._learner is not None:
+                claims.update(self._learner.claims(config))
+        self._last_mixed = self._mixed()
+        self._layout = describe(self._last_mixed)
+        if self.config.sync_init and fresh and transport.size > 1:
+            outside = [] if model is None else list(model.parameters())
+            everything = {id(t): t for t in (*self.replica.parameters().values(), *outside, *self.buffers)}
+            broadcast_(transport, list(everything.values()), self.bucket_bytes)
         self.own = OwnState(optimizer)
         self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
         self._entries_ready = False
@@ -95,19 +108,28 @@ class Rounds:
         """A world of one rank: nothing is exchanged, and there is no outer momentum."""
         return self.transport.size == 1
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers as they are now: modules may replace theirs."""
+        return self._buffers if self._model is None else list(self._model.buffers())
+
     def enter_hyperparameters(self) -> dict[str, Any]:
-        """Write hyperparameters and counters into every group that lacks them."""
+        """Write hyperparameters and counters into every group; the first group's win."""
+        in_force = hyperparameters.enter(self.optimizer.param_groups, self.config)
         self._entries_ready = False
-        return hyperparameters.enter(self.optimizer.param_groups, self.config)
+        self._warming = in_force[STEP] < in_force["warmup_steps"]
+        return in_force
 
     def admit(self, group: dict[str, Any]) -> None:
         """Take in a parameter group that was just added; collective: every rank adds it at the same step."""
         if self.alone:
+            hyperparameters.check_alike(self.group, group)
             self.enter_hyperparameters()
             return
         added = {id(p) for p in group["params"]}
         new = {name: p for name, p in self.replica.parameters().items() if id(p) in added}
         with agreement(self.transport) as claims:
+            hyperparameters.check_alike(self.group, group)
             self.enter_hyperparameters()
             claims.update(describe(new))
         if self.config.sync_init:
@@ -143,13 +165,19 @@ class Rounds:
             return
         if group[DUE] is not None and step >= group[DUE]:
             self.settle()
+        if self._warming and step >= group["warmup_steps"]:
+            self._end_warmup()
         if round_is_due(step, group["period"], group["warmup_steps"]):
             self.run_round()
-        elif step == group["warmup_steps"]:
-            if group["outer_momentum"]:
-                outer.restart(self.optimizer, self.replica.trainable().values())
-            if self._learner is not None:
-                self._learner.end_warmup(self.transport.size)
+
+    def _end_warmup(self) -> None:
+        self._warming = False
+        if self.group["outer_momentum"]:
+            parameters = list(self.replica.trainable().values())
+            self.own.create(parameters, outer_momentum=True)
+            outer.restart(self.optimizer, parameters)
+        if self._learner is not None:
+            self._learner.end_warmup(self.transport.size)
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure followed by `average_gradients`."""
@@ -158,6 +186,11 @@ class Rounds:
             with torch.enable_grad():
                 loss = closure()
             self.average_gradients()
+            if isinstance(loss, Tensor):
+                # A line search asks the loss how often to call, and that has to be the same everywhere.
+                loss = loss.detach().clone().reshape(1)
+                self.transport.average_([loss])
+                loss = loss[0]
             return loss
 
         return averaged_closure
@@ -166,7 +199,7 @@ class Rounds:
     def average_gradients(self, found_inf: Tensor | None = None) -> Tensor:
         """g <- mean of the workers' gradients; see `average_gradients_`."""
         began = time.perf_counter()
-        parameters = self.replica.trainable()
+        parameters = {name: p for name, p in self.replica.every_parameter().items() if p.requires_grad}
         overflow, sent = average_gradients_(self.transport, parameters, self.bucket_bytes, found_inf, self._learner)
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         self._record("gradient", -1, _exact_mixing(sent, began), gradients)
@@ -187,15 +220,16 @@ class Rounds:
         if is_exact_average(round, group["global_every"]):
             began = time.perf_counter()
             sent = average_(self.transport, mixed, self.bucket_bytes, remainders)
-            self._record("average", round, _exact_mixing(sent, began), parameters)
+            kind, mixing = "average", _exact_mixing(sent, began)
         else:
             self.gossip.start(mixed, round, remainders)
             if self.config.overlap_steps:
                 self._in_flight = (round, mixed)
                 self._set(DUE, group[STEP] + self.config.overlap_steps)
                 return
-            self._record("gossip", round, self.gossip.finish(), parameters)
+            kind, mixing = "gossip", self.gossip.finish()
         self._outer_step(parameters)
+        self._record(kind, round, mixing, parameters)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -206,12 +240,14 @@ class Rounds:
         if self._in_flight is not None:
             round, parameters = self._in_flight
             self._in_flight = None
-            self._record("gossip", round, self.gossip.finish(), parameters)
+            mixing = self.gossip.finish()
+            self._outer_step(parameters)
+            self._record("gossip", round, mixing, parameters)
         else:
             stored = self.own.take_corrections()
             parameters = list(stored)
             apply_corrections(parameters, list(stored.values()), self.own.remainders(parameters), self.bucket_bytes)
-        self._outer_step(parameters)
+            self._outer_step(parameters)
 
     @torch.no_grad()
     def store_corrections(self) -> None:
@@ -245,12 +281,24 @@ class Rounds:
         return {**tensors, **self.replica.momenta()} if self.group["momentum_sync"] == "average" else tensors
 
     def _agree_on_layout(self, tensors: dict[str, Tensor]) -> None:
-        """After a change of what is mixed (freezing, new group, first momenta) compare it once between the ranks."""
-        layout = list(describe(tensors).items())
+        """After a change of what is mixed (freezing, new group, first momenta) compare it once between the ranks.
+
+        What is not mixed any more has drifted apart since the last round: it is averaged exactly, once.
+        """
+        layout = describe(tensors)
         if layout != self._layout:
             with agreement(self.transport) as claims:
                 claims.update(layout)
+            left = self._left_behind(tensors)
+            average_(self.transport, left, self.bucket_bytes, self.own.remainders(left))
             self._layout = layout
+        self._last_mixed = tensors
+
+    def _left_behind(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Parameters that were mixed in the last round and are not in `tensors`."""
+        now = {id(t) for t in tensors.values()}
+        known = self.replica.parameters()
+        return [t for name, t in self._last_mixed.items() if name in known and id(t) not in now]
 
     def _record(self, kind: str, round: int, mixing: Mixing, mixed: Iterable[Tensor]) -> None:
         self.monitor.emit(
@@ -271,17 +319,23 @@ class Rounds:
     # -- consensus ---------------------------------------------------------------------------------------------
 
     def _consensus(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        floating = [b for b in self.buffers if b.is_floating_point() or b.is_complex()]
-        tensors = [*self.replica.trainable().values(), *floating]
+        trainable = self.replica.trainable()
+        floating = [b for b in self.buffers if b.dtype in MIXABLE]
+        tensors = [*trainable.values(), *self._left_behind(trainable), *floating]
         return tensors, self.own.remainders(tensors)
 
     @torch.no_grad()
     def consensus_(self) -> None:
-        """x_k <- (1/n) sum_j x_j on every rank, buffers too; a round in flight is completed first. Collective."""
+        """x_k <- (1/n) sum_j x_j on every rank, buffers too; a round in flight is completed first. Collective.
+
+        Outer momentum is averaged along: its x_prev would else pull the workers apart again at the next round.
+        """
         if not self.alone:
             self.settle()
             tensors, remainders = self._consensus()
-            average_(self.transport, tensors, self.bucket_bytes, remainders)
+            state = self.optimizer.state
+            outers = [state[t][k] for t in tensors for k in (outer.X_PREV, outer.VELOCITY) if k in state.get(t, {})]
+            average_(self.transport, [*tensors, *outers], self.bucket_bytes, [*remainders, *[None] * len(outers)])
 
     def averaged(self) -> AbstractContextManager[None]:
         """Hold the workers' average inside the block, and every worker's own values again after it.

@@ -39,3 +39,24 @@ def beta(topology: Topology) -> float:
     """||I - W||_2, in the round where it is largest."""
     identity = np.eye(topology.size)
     return max(float(np.linalg.norm(identity - topology.matrix(r), 2)) for r in range(topology.period))
+
+
+def rounds_to_reduce(topology: Topology, factor: float = 100.0) -> int:
+    """The first round after which any disagreement has shrunk by `factor`, wherever the workers started.
+
+    ||prod_r (W_r - J)||_2 never grows with the rounds, so whole periods are found by halving: the powers 1, 2, 4, ...
+    of a period's product that are not yet enough, the largest first; then single rounds.
+    """
+    J = np.full((topology.size, topology.size), 1 / topology.size)
+    deviations = [topology.matrix(round) - J for round in range(topology.period)]
+    powers = [reduce(lambda product, D: D @ product, deviations)]
+    while np.linalg.norm(powers[-1], 2) > 1 / factor:
+        powers.append(powers[-1] @ powers[-1])
+    reached, rounds = np.eye(topology.size) - J, 0
+    for i in reversed(range(len(powers) - 1)):
+        further = powers[i] @ reached
+        if np.linalg.norm(further, 2) > 1 / factor:
+            reached, rounds = further, rounds + 2**i * topology.period
+    while np.linalg.norm(reached, 2) > 1 / factor:
+        reached, rounds = deviations[rounds % topology.period] @ reached, rounds + 1
+    return rounds

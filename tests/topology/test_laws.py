@@ -8,25 +8,66 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decent_opt.topology import NAMES, Topology, make_topology, metropolis_hastings, spectral_gap
+from decent_opt.errors import ConfigError
+from decent_opt.topology import (
+    NAMES,
+    Topology,
+    consensus_factor,
+    make_topology,
+    metropolis_hastings,
+    permute,
+    spectral_gap,
+    uniform_weights,
+)
+
+POWERS_OF_TWO = {"hypercube", "one-peer-hypercube"}
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> tuple[str, int]:
+    """A name with options and a number of workers that it takes."""
+    name = draw(st.sampled_from(NAMES))
+    size = 2 ** draw(st.integers(0, 5)) if name in POWERS_OF_TWO else draw(st.integers(1, 40))
+    if name == "torus":
+        rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+        return f"torus:{rows}x{columns}", rows * columns
+    if name == "base":
+        return f"base:k={draw(st.integers(1, 5))}", size
+    if name == "random-regular":
+        degree = draw(st.integers(2, 5))
+        size = degree + 1 + draw(st.integers(0, 15))
+        return f"random-regular:degree={degree},seed={draw(st.integers(0, 99))}", size + size * degree % 2
+    if name == "hierarchical":
+        group, hosts = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+        inner, outer = (draw(st.sampled_from(["ring", "complete", "star", "exponential", "base"])) for _ in range(2))
+        links = draw(st.integers(1, group))
+        return f"hierarchical:group={group},links={links},inner={inner},outer={outer}", group * hosts
+    if name in ("ring", "path", "star", "hypercube"):
+        name += draw(st.sampled_from(["", ":weights=uniform", ":weights=metropolis"]))
+    return name, size
 
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    kind = draw(st.sampled_from([*NAMES, "graph", "permutations"]))
-    if kind == "hypercube":
-        return make_topology(kind, 2 ** draw(st.integers(0, 5)))
+    kind = draw(st.sampled_from(["named", "named", "graph", "permutations", "schedule"]))
+    if kind == "named":
+        return make_topology(*draw(specs()))
     size = draw(st.integers(1, 40))
+    if kind == "schedule":  # whatever the others are, the ring connects them
+        graph = nx.empty_graph(size)
+        workers = st.integers(0, size - 1)
+        graph.add_edges_from(draw(st.lists(st.tuples(workers, workers), max_size=size)))
+        return make_topology(draw(st.permutations(["ring", graph, np.eye(size), "exponential"])), size)
     if kind == "graph":  # a tree makes it connected, anything may be added
         graph = nx.random_labeled_tree(size, seed=draw(st.integers(0, 2**16)))
         workers = st.integers(0, size - 1)
         graph.add_edges_from(draw(st.lists(st.tuples(workers, workers), max_size=2 * size)))
-        return make_topology(metropolis_hastings(graph), size)
+        return make_topology(draw(st.sampled_from([metropolis_hastings, uniform_weights, lambda g: g]))(graph), size)
     if kind == "permutations":  # every doubly stochastic matrix is a mean of permutations (Birkhoff)
         orders = draw(st.lists(st.permutations(range(size)), min_size=1, max_size=4))
         shares = [np.eye(size), np.roll(np.eye(size), 1, axis=0), *(np.eye(size)[order] for order in orders)]
         return make_topology(np.mean(shares, axis=0), size)
-    return make_topology(kind, size)
+    raise AssertionError(kind)
 
 
 @given(topologies())
@@ -73,7 +114,61 @@ def test_the_gap_of_a_connected_topology_is_a_number_in_0_1(topology):
     assert 0 < spectral_gap(topology) <= 1 + 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES)
+@given(topologies(), st.randoms(use_true_random=False))
+@settings(max_examples=30)
+def test_the_gap_does_not_depend_on_who_is_where(topology, generator):
+    order = generator.sample(range(topology.size), topology.size)
+    moved = permute(topology, order)
+    # a rounding error of 1e-16 after a period of 11 rounds: its 11th root may differ by percents, its power may not
+    shrunk = [consensus_factor(t) ** t.period for t in (topology, moved)]
+    assert shrunk[0] == pytest.approx(shrunk[1], abs=1e-12)
+
+
+@given(specs())
+@settings(max_examples=50)
+def test_a_name_means_the_same_on_every_worker(spec):
+    one, other = make_topology(*spec), make_topology(*spec)
+    assert one.name == spec[0]
+    assert one.period == other.period
+    for r in range(one.period):
+        assert one.matrix(r).tobytes() == other.matrix(r).tobytes()
+
+
+PIECES = st.sampled_from(
+    [
+        ":",
+        ",",
+        "=",
+        "x",
+        "1",
+        "2",
+        "4",
+        "2x4",
+        "-1",
+        "k",
+        "degree",
+        "seed",
+        "group",
+        "inner",
+        "outer",
+        "weights",
+        *NAMES,
+    ]
+)
+
+
+@given(st.text(max_size=20) | st.lists(PIECES, max_size=8).map("".join), st.integers(1, 12))
+@settings(max_examples=200)
+def test_any_text_is_a_topology_or_a_sentence(text, size):
+    sentence, topology = "", None
+    try:
+        topology = make_topology(text, size)
+    except ConfigError as error:
+        sentence = str(error)
+    assert topology.size == size if topology else sentence.startswith("topology: ")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "hierarchical"] + ["hierarchical:group=4"])
 def test_the_schedule_repeats_and_remembers(name):
     topology = make_topology(name, 8)
     assert topology.peers(3, topology.period) is topology.peers(3, 0)

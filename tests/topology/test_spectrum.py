@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import ceil, cos, log2, pi
+from math import ceil, cos, log, log2, pi
 
 import numpy as np
 import pytest
 
-from decent_opt.topology import beta, consensus_factor, make_topology, spectral_gap
+from decent_opt.topology import beta, consensus_factor, make_topology, rounds_to_reduce, spectral_gap
 
 # name: {n: (gap, beta, degree)}, printed to 5 and 3 digits
 TABLE = {
@@ -17,6 +17,20 @@ TABLE = {
         32: (0.01281, 1.333, 2),
         64: (0.00321, 1.333, 2),
         100: (0.00132, 1.333, 2),
+    },
+    "path": {
+        8: (0.05075, 1.283, 2),
+        16: (0.01281, 1.321, 2),
+        32: (0.00321, 1.330, 2),
+        64: (0.00080, 1.333, 2),
+        100: (0.00033, 1.333, 2),
+    },
+    "torus": {  # 2x4, 4x4, 4x8, 8x8, 10x10
+        8: (0.50000, 1.500, 3),
+        16: (0.40000, 1.600, 4),
+        32: (0.11716, 1.600, 4),
+        64: (0.11716, 1.600, 4),
+        100: (0.07639, 1.600, 4),
     },
     "hypercube": {
         8: (0.50000, 1.500, 3),
@@ -54,11 +68,12 @@ def test_table(name, size):
     topology = make_topology(name, size)
     assert spectral_gap(topology) == pytest.approx(gap, abs=6e-6)  # half a unit of the last printed digit
     assert beta(topology) == pytest.approx(expected_beta, abs=6e-4)
-    assert len(topology.peers(size - 1, 0).send) == degree
+    assert len(topology.peers(size // 2, 0).send) == degree  # at either end a path has one neighbour only
 
 
 CLOSED_FORMS = {
     "ring": lambda n: 2 / 3 * (1 - cos(2 * pi / n)),
+    "path": lambda n: 2 / 3 * (1 - cos(pi / n)),
     "hypercube": lambda n: 2 / (1 + log2(n)),
     "star": lambda n: 1 / n,
     "complete": lambda n: 1.0,
@@ -96,3 +111,31 @@ def test_beta_is_that_of_the_worst_round():
     assert beta(topology) == pytest.approx(1.0)
     single = [np.linalg.norm(np.eye(8) - topology.matrix(r), 2) for r in range(3)]
     assert beta(topology) == max(single)
+
+
+@pytest.mark.parametrize("spec", ["ring", "path", "star", "exponential", "random-regular", "hierarchical:group=4"])
+@pytest.mark.parametrize("factor", [2.0, 100.0])
+def test_rounds_of_a_fixed_graph_follow_from_its_gap_where_it_is_normal(spec, factor):
+    topology = make_topology(spec, 20)
+    assert rounds_to_reduce(topology, factor) == ceil(log(factor) / -log(consensus_factor(topology)))
+
+
+@pytest.mark.parametrize(
+    "spec, size, rounds",
+    [("complete", 9, 1), ("one-peer-exponential", 16, 4), ("one-peer-hypercube", 32, 5), ("base:k=1", 100, 11)],
+)
+def test_rounds_of_an_exact_schedule_are_its_period(spec, size, rounds):
+    assert rounds_to_reduce(make_topology(spec, size)) == rounds
+
+
+@pytest.mark.parametrize("spec, size", [("one-peer-exponential", 23), ("hierarchical:group=2,outer=base:k=1", 14)])
+def test_rounds_are_those_that_multiplying_them_one_by_one_gives(spec, size):
+    topology = make_topology(spec, size)
+    product, rounds = np.eye(size), 0
+    while np.linalg.norm(product - 1 / size, 2) > 0.01:
+        product, rounds = topology.matrix(rounds) @ product, rounds + 1
+    assert rounds_to_reduce(topology) == rounds
+
+
+def test_one_worker_never_disagrees():
+    assert rounds_to_reduce(make_topology("ring", 1)) == 0

@@ -51,6 +51,30 @@ def test_a_schedule_is_a_stack_of_matrices():
     assert spectral_gap(topology) == 1.0
 
 
+def test_a_schedule_may_mix_graphs_names_and_matrices():
+    pairs = nx.Graph([(0, 1), (2, 3)])  # alone it would not be connected
+    lazy = torch.full((4, 4), 0.25, dtype=torch.bfloat16)
+    topology = make_topology([pairs, "one-peer-hypercube", lazy, np.eye(4), np.eye(4).tolist()], 4)
+    assert topology.period == 6
+    assert [topology.peers(0, r).send for r in range(6)] == [(1,), (1,), (2,), (1, 2, 3), (), ()]
+
+
+@pytest.mark.parametrize(
+    "schedule, sentence",
+    [
+        ([np.eye(4), nx.path_graph(3)], "W of round 1 is for 3 workers and W of round 0 for 4"),
+        ([nx.Graph([(0, 1), (2, 3)]), np.eye(4)], "nothing ever passes between worker 0 and worker 2"),
+        (["ring", "rnig"], "unknown name 'rnig'"),
+        (["ring", 7], "cannot read 7 as a matrix"),
+        ([["ring"]], "cannot read [['ring']] as a matrix"),
+        ([], "must be a square matrix (n, n), got shape (0,)"),
+    ],
+)
+def test_a_schedule_that_cannot_work_is_refused_in_words(schedule, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        make_topology(schedule, 4)
+
+
 def test_an_object_of_the_user_is_read_over_its_period():
     asked = []
     matrices = [np.array(LAZY_SHIFT), np.array(LAZY_SHIFT).T]
