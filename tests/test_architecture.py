@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {ROOT},
     {"recipes", "cli"},
 ]
-SAME_ROOM = {"doctor": "cli", "config_cli": "cli", "config_sources": "config"}  # files that belong to another file's room
+SAME_ROOM = {"doctor": "cli", "config_cli": "cli", "config_sources": "config"}  # files of another room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NO_DISTRIBUTED = {"topology", "compression", "errors", "config"}
 

@@ -54,6 +54,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [  # field, value, the value as it is s
     ("period", [(0, 4), (0, 8)], "[(0, 4), (0, 8)]"),
     ("period", [(0, 4), (9, 8), (5, 2)], "[(0, 4), (9, 8), (5, 2)]"),
     ("period", [(0, 0)], "[(0, 0)]"),
+    ("period", [(0, True)], "[(0, True)]"),
+    ("period", [(False, 4)], "[(False, 4)]"),
     ("period", [(0, 4, 1)], "[(0, 4, 1)]"),
     ("period", [0, 4], "[0, 4]"),
     ("period", {"0": 4}, "{'0': 4}"),

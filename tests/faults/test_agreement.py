@@ -25,7 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "outer": ({"outer_momentum": 0.5}, "outer_momentum"),
     "momentum": ({"momentum_sync": "average"}, "momentum_sync"),
     "bucket": ({"bucket_mb": 1.0}, "bucket_mb"),
-    "invalid": ({"period": 0}, "period: a period is at least 1 step, got 0"),
+    "invalid": ({"period": 0}, "period: allowed is an integer from 1 to .*, got 0"),
     "typo": ({"warm_up": 0}, "warm_up: no such option"),
     "bad timeout": ({"timeout": -1.0}, "timeout"),
     "shape": ({"shape": (4, 3)}, "weight: .*shape"),
