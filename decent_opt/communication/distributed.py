@@ -39,7 +39,7 @@ class DistributedTransport:
     ) -> None:
         if not dist.is_initialized():
             raise DecentError("torch.distributed is not initialised: call init_process_group() first")
-        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise ConfigError("process_group: this rank is no member of it; make the optimizer on its members only")
         self.timeout, self.warn_after = timeout, warn_after
         self.rank = dist.get_rank()

@@ -10,8 +10,8 @@ warm-up, and kept afterwards; the first moment stays local. Per parameter tensor
                                               a <- b ||gbar||^2 ..., s <- b ||g||^2 ...   levels, short memory b
     at its end:                               V = v / (1 - b2^t),   c = (a / s) / sum(V)
     afterwards, "trend":                      v^ = max(c s V, f u^ / n)            s, u go on with the own g
-                "frozen":                     v^ = V
-                "refreshed":                  v^ = V, and V <- r V + (1 - r) gbar^2 at one synchronous step
+                "frozen":                     v^ = max(V, f u^ / n)
+                "refreshed":                  as frozen, and V <- r V + (1 - r) gbar^2 at one synchronous step
                                               after every R-th round
                 "local":                      plain AdamW, v^ from the own g
     always:                                   m <- b1 m + (1 - b1) g;   x <- (1 - lr decay) x - lr m^ / (sqrt(v^) + eps)
@@ -19,7 +19,8 @@ warm-up, and kept afterwards; the first moment stays local. Per parameter tensor
 "trend" keeps the shape of V within each tensor and lets its level follow the own gradient: s(t) measures how the
 level has changed, and a / s, measured in the warm-up, is the share of it that averaging leaves. The floor protects
 coordinates that the warm-up has hardly seen (rare tokens), whose V is close to 0: n workers cannot average away
-more than a factor n. The rule is our own; `benchmarks/adam_gap.py` measures it against the others.
+more than a factor n. A tensor that the warm-up has not seen at all (unfrozen or added later) goes on as under AdamW.
+The rule is our own; `benchmarks/adam_gap.py` measures it against the others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from decent_opt.config import given
+from decent_opt.config import DecentConfig, given
 from decent_opt.errors import ConfigError
 from decent_opt.optim.decentralized import Closure, Decentralized
 from decent_opt.optim.replica import OWN_PREFIX
@@ -41,6 +42,7 @@ RULES = ("trend", "frozen", "refreshed", "local")
 OWN_SQUARE = OWN_PREFIX + "own_square"  # u
 OWN_LEVEL = OWN_PREFIX + "own_level"  # s
 MEAN_LEVEL = OWN_PREFIX + "mean_level"  # a during the warm-up, c afterwards
+FLOOR = OWN_PREFIX + "floor"  # f / n, or 1 for a tensor without statistics of the warm-up
 _LEVEL_MEMORY = 0.9  # b
 _FLOOR = 0.2  # f
 
@@ -48,16 +50,17 @@ _FLOOR = 0.2  # f
 class SharedMomentAdamW(torch.optim.AdamW):
     """AdamW whose second moment can be fixed after a warm-up; the base that `LocalAdamW` wraps.
 
-    Every group carries "second_moment" (the rule) and "second_moment_floor" (f / n, None until the warm-up ends).
+    Every group carries "second_moment" (the rule) and "second_moment_fixed" (0 until the warm-up ends, then 1); the
+    first group's are in force.
     """
 
     def __init__(
-        self, params: ParamsT, *, second_moment: str, refresh_every: int | None, refresh_memory: float, **adamw: Any
+        self, params: ParamsT, *, second_moment: str, refresh_every: int, refresh_memory: float, **adamw: Any
     ) -> None:
         super().__init__(params, **adamw)
         self.defaults.update(
             second_moment=second_moment,
-            second_moment_floor=None,
+            second_moment_fixed=0,
             refresh_every=refresh_every,
             refresh_memory=refresh_memory,
         )
@@ -70,19 +73,43 @@ class SharedMomentAdamW(torch.optim.AdamW):
     def _enter_own_defaults(self) -> None:
         """A loaded checkpoint of a plain AdamW has none of these."""
         for group in self.param_groups:
-            for name in ("second_moment", "second_moment_floor", "refresh_every", "refresh_memory"):
+            for name in ("second_moment", "second_moment_fixed", "refresh_every", "refresh_memory"):
                 group.setdefault(name, self.defaults[name])
+
+    @property
+    def _rule(self) -> str:
+        return str(self.param_groups[0]["second_moment"])
+
+    @property
+    def _fixed(self) -> bool:
+        return bool(self.param_groups[0]["second_moment_fixed"])
+
+    def claims(self, config: DecentConfig) -> dict[str, str]:
+        """Check what `LocalAdamW` was given, and name what all ranks must have alike."""
+        group = self.param_groups[0]
+        every, memory = group["refresh_every"], group["refresh_memory"]
+        if self._rule not in RULES:
+            raise ConfigError(f"second_moment: allowed are {', '.join(RULES)}, got {group['second_moment']!r}")
+        if self._rule != "local" and not config.warmup_steps:
+            raise ConfigError(
+                f"warmup_steps: got {config.warmup_steps}, but the second moment is learned in the warm-up; give it "
+                '20 to 30 % of all steps, or choose second_moment="local"'
+            )
+        if type(every) is not int or every < 1:
+            raise ConfigError(f"refresh_every: allowed is an integer >= 1, got {every!r}")
+        if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
+            raise ConfigError(f"refresh_memory: allowed is a number >= 0 and < 1, got {memory!r}")
+        return {name: repr(group[name]) for name in ("second_moment", "refresh_every", "refresh_memory")}
 
     def wants_average(self, round: int) -> bool:
         """Is the step after this many rounds a synchronous one?  "refreshed": after every R-th."""
-        every = self.param_groups[0]["refresh_every"]
-        return every is not None and round > 0 and round % every == 0
+        return self._rule == "refreshed" and round > 0 and round % self.param_groups[0]["refresh_every"] == 0
 
     def observe_own_gradients(self) -> None:
         """u <- b2 u + (1 - b2) g^2;  s <- b s + (1 - b) ||g||^2, from gradients that are not averaged yet."""
         for group in self.param_groups:
             entries, _, gradients = self._stepped(group)
-            if entries and group["second_moment"] == "trend":
+            if entries and self._rule != "local":
                 _follow_squares([e[OWN_SQUARE] for e in entries], gradients, group["betas"][1])
                 _follow_levels([e[OWN_LEVEL] for e in entries], gradients)
 
@@ -90,30 +117,31 @@ class SharedMomentAdamW(torch.optim.AdamW):
         """In the warm-up a <- b a + (1 - b) ||gbar||^2; at a refresh V <- r V + (1 - r) gbar^2."""
         for group in self.param_groups:
             entries, _, gradients = self._stepped(group)
-            if entries and group["second_moment_floor"] is None:
+            if entries and not self._fixed:
                 _follow_levels([e[MEAN_LEVEL] for e in entries], gradients)
             elif entries:
                 _follow_squares([e["exp_avg_sq"] for e in entries], gradients, group["refresh_memory"])
 
     def end_warmup(self, workers: int) -> None:
         """V = v / (1 - b2^t) takes v's place, c = (a / s) / sum(V) that of a; from here on `step` uses them."""
-        if self.param_groups[0]["second_moment"] == "local":
+        if self._rule == "local":
             return
         for group in self.param_groups:
             for parameter in group["params"]:
-                if not (own := self.state.get(parameter)):
-                    continue
-                steps = max(1.0, own["step"].item())
+                own = self.state.get(parameter, {})
+                if "exp_avg_sq" not in own or not (steps := own["step"].item()):
+                    continue  # no gradient so far
                 V = own["exp_avg_sq"].div_(1 - group["betas"][1] ** steps)
                 share = torch.where(own[OWN_LEVEL] > 0, own[MEAN_LEVEL] / own[OWN_LEVEL], 1.0)
                 own[MEAN_LEVEL].copy_(share / V.sum(dtype=_wide(V)).clamp(min=1e-38))
                 own[OWN_LEVEL].div_(1 - _LEVEL_MEMORY**steps)
-            group["second_moment_floor"] = _FLOOR / workers
+                own[FLOOR] = _FLOOR / workers
+            group["second_moment_fixed"] = 1
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """One step; plain AdamW until `end_warmup`."""
-        if self.param_groups[0]["second_moment_floor"] is None:
+        if not self._fixed:
             if not self.state:
                 # All entries appear together: checkpoint tools take the keys of a first step as the whole list.
                 for group in self.param_groups:
@@ -138,17 +166,18 @@ class SharedMomentAdamW(torch.optim.AdamW):
         first = [e["exp_avg"] for e in entries]
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         counts = [t.item() for t in steps]
-        if group["second_moment"] == "trend":
-            own_squares, own_levels = [e[OWN_SQUARE] for e in entries], [e[OWN_LEVEL] for e in entries]
-            _follow_squares(own_squares, gradients, beta2)
+        own_squares, moments = [e[OWN_SQUARE] for e in entries], [e["exp_avg_sq"] for e in entries]
+        _follow_squares(own_squares, gradients, beta2)
+        roots = list(
+            torch._foreach_mul(own_squares, [e[FLOOR] / (1 - beta2**t) for e, t in zip(entries, counts, strict=True)])
+        )
+        if self._rule == "trend":
+            own_levels = [e[OWN_LEVEL] for e in entries]
             _follow_levels(own_levels, gradients)
             scale = torch._foreach_mul([e[MEAN_LEVEL] for e in entries], own_levels)
-            roots = [e["exp_avg_sq"] * c for e, c in zip(entries, scale, strict=True)]
-            floors = [group["second_moment_floor"] / (1 - beta2**t) for t in counts]
-            torch._foreach_maximum_(roots, torch._foreach_mul(own_squares, floors))
-            torch._foreach_sqrt_(roots)
-        else:
-            roots = list(torch._foreach_sqrt([e["exp_avg_sq"] for e in entries]))
+            moments = [V * c for V, c in zip(moments, scale, strict=True)]
+        torch._foreach_maximum_(roots, moments)
+        torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         torch._foreach_addcdiv_(parameters, first, roots, [-lr / (1 - beta1**t) for t in counts])
@@ -162,8 +191,9 @@ class SharedMomentAdamW(torch.optim.AdamW):
                 own["step"] = torch.tensor(0.0)
                 for name in ("exp_avg", "exp_avg_sq"):
                     own[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if OWN_SQUARE not in own and group["second_moment"] == "trend":
+            if OWN_SQUARE not in own and self._rule != "local":
                 own[OWN_SQUARE] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                own[FLOOR] = 1.0
             for name in (OWN_LEVEL, MEAN_LEVEL):
                 if name not in own:
                     own[name] = torch.zeros((), dtype=_wide(parameter), device=parameter.device)
@@ -226,8 +256,6 @@ class LocalAdamW(Decentralized):
         outer_momentum: float | None = None,
         **options: Any,
     ) -> None:
-        if second_moment not in RULES:
-            raise ConfigError(f"second_moment: allowed are {', '.join(RULES)}, got {second_moment!r}")
         base = SharedMomentAdamW(
             params,
             lr=lr,
@@ -235,14 +263,8 @@ class LocalAdamW(Decentralized):
             eps=eps,
             weight_decay=weight_decay,
             second_moment=second_moment,
-            refresh_every=refresh_every if second_moment == "refreshed" else None,
+            refresh_every=refresh_every,
             refresh_memory=refresh_memory,
         )
         own = given(warmup_steps=warmup_steps, period=period, topology=topology, outer_momentum=outer_momentum)
         super().__init__(base, **own, **options)
-        # Only now is it known what the file or the environment says, and that all ranks have the same.
-        if second_moment != "local" and not self.rounds.config.warmup_steps:
-            raise ConfigError(
-                f"warmup_steps: got {self.rounds.config.warmup_steps}, but the second moment is learned in the "
-                'warm-up; give it 20 to 30 % of all steps, or choose second_moment="local"'
-            )

@@ -6,8 +6,8 @@ All squares are elementwise; sums run over the coordinates of one parameter tens
                s <- b s + (1 - b) sum G^2;    a likewise, from the mean G
     its end:   V = v / (1 - b2^t);   c = (a / s) / sum V;   s <- s / (1 - b^t)
     then:      "trend":      v^ = max(c s V, f / n  u / (1 - b2^t))
-               "frozen":     v^ = V
-               "refreshed":  v^ = V,  and V <- r V + (1 - r) mean^2 before a synchronous step
+               "frozen":     v^ = max(V, f / n  u / (1 - b2^t))
+               "refreshed":  as frozen, and V <- r V + (1 - r) mean^2 before a synchronous step
 """
 
 from __future__ import annotations
@@ -62,13 +62,9 @@ class SharedMomentAdamW(AdamW):
         b1, b2 = self.betas
         self.steps += 1
         self.state["m"] = b1 * self.state["m"] + (1 - b1) * G
-        v = self.V
-        if self.second_moment == "trend":
-            self.follow(G)
-            v = torch.maximum(
-                self.spread(self.c * self.s) * self.V, self.floor / len(X) * self.u / (1 - b2**self.steps)
-            )
-        return self.move(X, v)
+        self.follow(G)
+        level = self.spread(self.c * self.s) if self.second_moment == "trend" else 1.0
+        return self.move(X, torch.maximum(level * self.V, self.floor / len(X) * self.u / (1 - b2**self.steps)))
 
     def follow(self, G: Tensor) -> None:
         self.u = self.betas[1] * self.u + (1 - self.betas[1]) * G**2

@@ -112,7 +112,7 @@ class Delayed:
 
 
 def exposed(rank: int, overlap: int, share: float) -> tuple[float, float]:
-    """Median of the seconds waited in a round, and the delay: a share of the compute that `period` steps offer (40 ms each)."""
+    """Median of the seconds waited in a round, and the delay: a share of the compute of a period, 40 ms per step."""
     period, rounds, compute = 5, 5, 0.04
     model = model_of()
     optimizer = PDSGDM(model.parameters(), lr=0.01, period=period, overlap_steps=overlap, timeout=60)
@@ -140,9 +140,12 @@ def test_the_wait_is_hidden(ranks: RankPool, share: float) -> None:
 
 def test_refusals() -> None:
     for options, text in (
-        ({"period": 4, "overlap_steps": 5}, "overlap_steps: at most the period, 4, got 5"),
+        (
+            {"period": 4, "overlap_steps": 5},
+            "overlap_steps: allowed is an integer from 0 to the shortest period, which is 4, got 5",
+        ),
         ({"overlap_steps": -1}, "overlap_steps: .*got -1"),
-        ({"overlap_steps": 2, "momentum_sync": "average"}, 'momentum_sync: only "local" goes with overlap_steps'),
+        ({"overlap_steps": 2, "momentum_sync": "average"}, 'momentum_sync: allowed is "local" with overlap_steps'),
         ({"message_dtype": "int8"}, "message_dtype: .*got 'int8'"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -87,8 +87,38 @@ def rare_row(rank: int, rule: Any) -> float:
 
 
 def test_the_floor_bounds_the_step_of_what_the_warmup_has_not_seen() -> None:
-    """A frozen moment of 0 would step by lr g / eps; "trend" goes at most sqrt(n / f) times as far as AdamW."""
+    """A second moment of 0 alone would step by lr g / eps; it goes at most sqrt(n / f) times as far as AdamW."""
     n, lr, floor = 2, 0.01, 0.2
     # m^ / sqrt(u^) after k sightings in a row is at most about sqrt(1 / (1 - b2)) times (1 - b1^k), 24 steps in.
-    assert max(run_ranks(rare_row, n, "loopback", ("trend",))) <= lr * (n / floor) ** 0.5 * 5
-    assert max(run_ranks(rare_row, n, "loopback", ("frozen",))) > 1e3
+    for rule in ("trend", "frozen", "refreshed"):
+        assert max(run_ranks(rare_row, n, "loopback", (rule,))) <= lr * (n / floor) ** 0.5 * 5
+
+
+def late_comers(rank: int, rule: Any, when: str) -> list[float]:
+    """The largest steps of a parameter that the warm-up has not seen, by how it comes in."""
+    model, head = model_of(), nn.Parameter(torch.ones(3))
+    late = nn.Parameter(torch.ones(3), requires_grad=when != "unfrozen")
+    groups = [*model.parameters(), head] + ([] if when == "added" else [late])
+    optimizer = LocalAdamW(groups, lr=0.01, weight_decay=0.0, warmup_steps=4, period=3, second_moment=rule)
+    steps = []
+    for step in range(12):
+        if step == 6 and when == "unfrozen":
+            late.requires_grad_(True)
+        if step == 6 and when == "added":
+            optimizer.add_param_group({"params": [late]})
+        before = late.detach().clone()
+        optimizer.zero_grad()
+        batch = torch.randn(7, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+        loss = model(batch).square().mean() + (head * head).sum()
+        (loss + (late * late).sum() if step >= 6 else loss).backward()
+        optimizer.step()
+        steps.append(float((late.detach() - before).abs().max()))
+    return steps[6:]
+
+
+@pytest.mark.parametrize("when", ["unfrozen", "added", "unused"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_the_warmup_has_not_seen_goes_on_as_under_adamw(rule: str, when: str) -> None:
+    for steps in run_ranks(late_comers, 2, "loopback", (rule, when), timeout=60):
+        assert 0 < steps[0] <= 0.0101  # AdamW's first step is lr
+        assert max(steps) < 0.05

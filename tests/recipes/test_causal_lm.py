@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from decent_opt.recipes.causal_lm import Result, Settings, learning_rate, main, parse, train
-from decent_opt.recipes.text import load_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decent_opt.recipes.causal_lm import Result, Settings, learning_rate, main, parse, train
+from decent_opt.recipes.text import load_corpus
 from decent_opt.testing import RankPool
 
 TOY = Settings(

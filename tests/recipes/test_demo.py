@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from decent_opt.recipes.causal_lm import Settings
 from decent_opt.recipes.demo import ROWS, Outcome, main, tabulate
-from rich.console import Console
 
 
 def outcome(name: str, **values: object) -> Outcome:
