@@ -1,4 +1,4 @@
-"""The command `decent-opt`. Typer and rich are imported here and nowhere else in the library."""
+"""The command `decent-opt`. Typer and rich are imported here and in `config_cli`, nowhere else in the library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from decent_opt import config_cli
 from decent_opt._version import __version__
 
 app = typer.Typer(
@@ -19,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+app.add_typer(config_cli.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -22,7 +22,7 @@ REQUIRED: dict[str, tuple[int, ...] | None] = {
     "torch": (2, 11),
     "numpy": None,
     "networkx": None,
-    "pydantic": (2,),
+    "pydantic": (2, 7),
 }
 # Module of decent_opt.integrations -> the distribution that it serves.
 FRAMEWORKS = {
