@@ -33,6 +33,7 @@ ALLOWED = {
     "global_every": f"None or an integer {_COUNT.format(1)}",
     "outer_momentum": "a number >= 0 and < 1",
     "momentum_sync": '"local" or "average"',
+    "buffers": '"average", "broadcast" or "local"',
     "overlap_steps": "an integer from 0 to the shortest period",
     "message_dtype": 'None, "bfloat16" or "float16"',
     "bucket_mb": "a number > 0 and <= 10**6",
@@ -89,6 +90,10 @@ class DecentConfig(BaseModel):
 
     momentum_sync: Literal["local", "average"] = "local"
     """"local" keeps the momentum on its worker (the paper); "average" mixes it with the same W."""
+
+    buffers: Literal["average", "broadcast", "local"] = "average"
+    """The model's floating-point buffers (normalisation statistics): "average" mixes them in rounds like parameters and
+    averages them in `consensus_`; "broadcast" takes rank 0's in `consensus_`; "local" leaves them alone."""
 
     overlap_steps: int = Field(default=0, ge=0, le=_MOST)
     """Local steps that the exchange of a round may take, 0 to the shortest period; its correction is added to the

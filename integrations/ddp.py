@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from decent_opt.communication import DistributedTransport, connect, ring_all_reduce_bytes
+from decent_opt.communication import DistributedTransport, Hosts, connect, host_groups, ring_all_reduce_bytes
 from decent_opt.config import resolve
 from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
@@ -32,12 +32,19 @@ from decent_opt.optim.gradients import LearnsFromAverages
 from decent_opt.optim.own_state import restore_own_entries
 from decent_opt.optim.rounds import Rounds
 
+__all__ = ["GossipState", "Hosts", "decentralize", "gossip_hook", "host_groups", "silence"]
+
 logger = logging.getLogger(__name__)
 _SUSPICIOUS_BACKWARDS = 256
 
 
 def decentralize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, config: Source = None, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: Source = None,
+    hosts: Hosts | None = None,
+    **options: Any,
 ) -> Decentralized:
     """Train a DDP model with gossip: its gradients stay local and silent, and parameters are mixed instead.
 
@@ -46,6 +53,8 @@ def decentralize(
             DDP model the gradient all-reduce, the map of used parameters (`find_unused_parameters`) and the
             broadcast of buffers are switched off for good; `no_sync` keeps working and changes nothing.
         optimizer: any torch optimizer on the model's parameters, or an optimizer of decent_opt, which is returned.
+        hosts: gossip across hosts only. The DDP model was built on `hosts.inside`, and goes on to average gradients
+            there at every step; the topology's workers are the hosts. See `communication.hosts`.
         config, options: as in `Decentralized`. `process_group` is by default the DDP model's.
 
     Returns:
@@ -56,7 +65,14 @@ def decentralize(
     """
     inner = getattr(model, "_orig_mod", model)
     module = inner
-    if isinstance(inner, DistributedDataParallel):
+    if hosts is not None:
+        if not isinstance(inner, DistributedDataParallel) or inner.process_group is not hosts.inside:
+            raise ConfigError(
+                "hosts: the model has to be DistributedDataParallel(model, process_group=hosts.inside), which averages "
+                f"the gradients inside a host; got {type(inner).__name__}"
+            )
+        module, options["process_group"] = inner.module, hosts
+    elif isinstance(inner, DistributedDataParallel):
         module = inner.module
         if inner.process_group is not dist.group.WORLD:
             options.setdefault("process_group", inner.process_group)

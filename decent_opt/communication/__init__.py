@@ -3,11 +3,13 @@
 from decent_opt.communication.agreement import agreement
 from decent_opt.communication.connect import connect, set_thread_transport
 from decent_opt.communication.distributed import DistributedTransport
+from decent_opt.communication.hosts import Hosts, host_groups
 from decent_opt.communication.loopback import LoopbackTransport, LoopbackWorld
 from decent_opt.communication.transport import Pending, Traffic, Transport, ring_all_reduce_bytes
 
 __all__ = [
     "DistributedTransport",
+    "Hosts",
     "LoopbackTransport",
     "LoopbackWorld",
     "Pending",
@@ -15,6 +17,7 @@ __all__ = [
     "Transport",
     "agreement",
     "connect",
+    "host_groups",
     "ring_all_reduce_bytes",
     "set_thread_transport",
 ]

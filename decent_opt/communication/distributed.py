@@ -79,9 +79,9 @@ class DistributedTransport:
             tensor.div_(self.size)
         return sum(ring_all_reduce_bytes(t.nbytes, self.size) for t in tensors)
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         for tensor in tensors:
-            self._collective(partial(dist.broadcast, tensor, group=self.group, group_src=0))
+            self._collective(partial(dist.broadcast, tensor, group=self.group, group_src=source))
 
     def gather(self, item: object) -> list[object]:
         items: list[object] = [None] * self.size

@@ -60,8 +60,8 @@ class LoopbackTransport:
             target.detach().copy_(torch.stack(values).sum(0).div_(self.size))
         return sum(ring_all_reduce_bytes(t.nbytes, self.size) for t in tensors)
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        first = self._exchange([t.detach().clone() for t in tensors] if self.rank == 0 else None)[0]
+    def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        first = self._exchange([t.detach().clone() for t in tensors] if self.rank == source else None)[source]
         for target, value in zip(tensors, first, strict=True):
             target.detach().copy_(value)
 

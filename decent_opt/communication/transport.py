@@ -45,8 +45,8 @@ class Transport(Protocol):
         """Overwrite each tensor with its exact mean over the ranks, bit-equal on all; return the bytes sent."""
         ...
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite each tensor with rank 0's."""
+    def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrite each tensor with the source rank's."""
         ...
 
     def gather(self, item: object) -> list[object]:

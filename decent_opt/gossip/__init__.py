@@ -3,11 +3,13 @@
 from decent_opt.gossip.buckets import Bucket, make_buckets
 from decent_opt.gossip.exact import average_, broadcast_
 from decent_opt.gossip.exchange import Mixing
+from decent_opt.gossip.hosts import HostGossip
 from decent_opt.gossip.overlapped import OverlappedGossip, apply_corrections
 from decent_opt.gossip.periodic import PeriodicGossip
 
 __all__ = [
     "Bucket",
+    "HostGossip",
     "Mixing",
     "OverlappedGossip",
     "PeriodicGossip",

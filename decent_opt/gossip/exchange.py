@@ -35,6 +35,7 @@ class Mixing:
         spread: estimate of this worker's distance to the average, from what was exchanged (0-d tensor, float32).
             If the deviations of the workers are independent with norm s, the correction has norm
             s sqrt((1 - w_kk)^2 + sum_{j != k} w_kj^2); `spread` solves for s.
+        identical: in round 0, whether all neighbours have sent exactly what this worker has; None in later rounds.
     """
 
     sent: dict[int, int] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Mixing:
     wait_seconds: dict[int, float] = field(default_factory=dict)
     decode_seconds: float = 0.0
     spread: Tensor = field(default_factory=lambda: torch.zeros(()))
+    identical: bool | None = None
 
     def estimate_spread(self, corrections: list[Tensor], peers: Peers) -> None:
         """Set `spread` from the norms of the corrections that the buckets got."""
@@ -71,6 +73,8 @@ class BucketExchange:
         with phase("encode"):
             self._encode(allocate)
         mixing.encode_seconds += time.perf_counter() - began
+        if round == 0 and peers.receive and mixing.identical is None:
+            mixing.identical = True
         self._pending = transport.post(dict.fromkeys(peers.send, self._message), self._incoming, round)
 
     def _encode(self, allocate: Allocate) -> None:
@@ -94,6 +98,9 @@ class BucketExchange:
         _add_into(self.mixing.sent, traffic.sent)
         _add_into(self.mixing.received, traffic.received)
         _add_into(self.mixing.wait_seconds, traffic.wait_seconds)
+        if self.mixing.identical:
+            own = payload(self._message)
+            self.mixing.identical = all(torch.equal(payload(m), own) for m in self._incoming.values())
         began = time.perf_counter()
         weights = {self.transport.rank: self.peers.self_weight, **self.peers.receive}
         with phase("decode"):

@@ -49,19 +49,24 @@ class PeriodicGossip:
         self._round = round
         self._peers: Peers = self.topology.peers(self.transport.rank, round)
         self._buckets = make_buckets(tensors, self.bucket_bytes, remainders)
-        self._mixing = Mixing()
+        self._mixing, self._norms = Mixing(), list[Tensor]()
         self._pools: dict[object, Tensor] = {}
+        self._post_first()
+
+    def _post_first(self) -> None:
         if self._buckets:
             self._exchange = self._post(self._buckets[0])
 
     def finish(self) -> Mixing:
         """x <- sum_j w_kj x_j, in place and bucket by bucket; return what was moved."""
-        corrections: list[Tensor] = []
         for index, bucket in enumerate(self._buckets):
-            corrections.append(self._mix(bucket))
+            self._mix(bucket)
             if index + 1 < len(self._buckets):
                 self._exchange = self._post(self._buckets[index + 1])
-        self._mixing.estimate_spread(corrections, self._peers)
+        return self._done()
+
+    def _done(self) -> Mixing:
+        self._mixing.estimate_spread(self._norms, self._peers)
         self._buckets, self._pools = [], {}
         return self._mixing
 
@@ -74,7 +79,7 @@ class PeriodicGossip:
         return BucketExchange(self.transport, self._peers, self._round, bucket, dtype, allocate, self._mixing)
 
     def _mix(self, bucket: Bucket) -> Tensor:
-        """Return the norm of the correction that was applied to this bucket."""
+        """Mix the bucket that is on its way; return its new values, until the next bucket uses the room."""
         exchange = self._exchange
         wide = self._pool(bucket, "sum", bucket.numel * bucket.wide.itemsize).view(bucket.wide)
         mixed = exchange.mixed(wide)
@@ -82,13 +87,13 @@ class PeriodicGossip:
         if exchange.dtype == bucket.wide or exchange.dtype == bucket.dtype:
             bucket.write(mixed)
             # The sends are done, so the message may serve as scratch for the correction.
-            correction = exchange.own.sub_(mixed)
+            self._norms.append(torch.linalg.vector_norm(exchange.own.sub_(mixed)))
         else:
             correction = mixed.sub_(exchange.own)
+            self._norms.append(torch.linalg.vector_norm(correction))
             bucket.add(correction)
-        norm = torch.linalg.vector_norm(correction)
         self._mixing.decode_seconds += time.perf_counter() - began
-        return norm
+        return mixed
 
     def _pool(self, bucket: Bucket, slot: str, nbytes: int) -> Tensor:
         # One allocation per slot that all buckets of the round use in turn; a fresh one per bucket would leave holes

@@ -9,20 +9,29 @@ import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport
-from decent_opt.gossip import average_, make_buckets
+from decent_opt.gossip import average_, broadcast_, make_buckets
 
 Remainders = Sequence[Tensor | None]
 
 
 @contextmanager
 def averaged(
-    transport: Transport, tensors: Sequence[Tensor], remainders: Remainders, bucket_bytes: int
+    transport: Transport,
+    tensors: Sequence[Tensor],
+    remainders: Remainders,
+    bucket_bytes: int,
+    broadcast: Sequence[Tensor] = (),
 ) -> Iterator[None]:
-    """Hold the workers' average inside the block, and every worker's own values again after it. Collective."""
-    touched = [*tensors, *(r for r in remainders if r is not None)]
+    """Hold the workers' average inside the block, and every worker's own values again after it. Collective.
+
+    Args:
+        broadcast: tensors that hold rank 0's values inside the block.
+    """
+    touched = [*tensors, *broadcast, *(r for r in remainders if r is not None)]
     own = [t.detach().clone() for t in touched]
     with torch.no_grad():
         average_(transport, tensors, bucket_bytes, remainders)
+        broadcast_(transport, broadcast, bucket_bytes)
     try:
         yield
     finally:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_opt.communication import connect
+from decent_opt.communication import Hosts, connect
 from decent_opt.config import DecentConfig, resolve
 from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim.amp import Scaling, scaled_step
 from decent_opt.optim.hyperparameters import ROUND, STEP
-from decent_opt.optim.own_state import restore_own_entries
+from decent_opt.optim.own_state import restore_own_entries, without_own_entries
 from decent_opt.optim.rounds import Rounds
 
 Closure = Callable[[], Any]
@@ -44,7 +44,8 @@ class Decentralized(torch.optim.Optimizer):
         config: where options come from that are not given as arguments: a JSON or YAML file, a dict or a
             `DecentConfig`. Default: what the environment variable DECENT_OPT_CONFIG names.
         sinks: called with each `RoundRecord`.
-        process_group: the workers that mix; default the whole world.
+        process_group: the workers that mix; default the whole world. Or `Hosts`, whose ranks hold the same parameters
+            inside a host, because their gradients are averaged there at every step (see `decentralize`).
         options: the fields of `DecentConfig`: period, topology, warmup_steps, global_every, outer_momentum,
             momentum_sync, bucket_mb, timeout, sync_init.
 
@@ -74,18 +75,22 @@ class Decentralized(torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
         config: Source = None,
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Hosts | None = None,
         **options: Any,
     ) -> None:
         if isinstance(base, Decentralized) or not isinstance(base, torch.optim.Optimizer):
             raise ConfigError(f"base: a torch optimizer that is not decentralised already, got {type(base).__name__}")
         resolved = resolve(config, options, self.config_defaults)
-        self.__setstate__({"base": base, "_config": resolved, "_buffers": list(model.buffers()) if model else []})
+        self.__setstate__(
+            {"base": base, "_config": resolved, "_buffers": list(model.buffers()) if model is not None else []}
+        )
         self.monitor = Monitor(sinks)
         self._subset, self._fresh = process_group is not None, True
         self.connect(process_group, model)
 
-    def connect(self, process_group: dist.ProcessGroup | None = None, model: torch.nn.Module | None = None) -> Rounds:
+    def connect(
+        self, process_group: dist.ProcessGroup | Hosts | None = None, model: torch.nn.Module | None = None
+    ) -> Rounds:
         """Join the other workers; collective. The constructor does it, and the first use after unpickling.
 
         Raises:
@@ -93,8 +98,13 @@ class Decentralized(torch.optim.Optimizer):
         """
         if self._subset and process_group is None:
             raise ConfigError("process_group: made for one, so after copying or unpickling call connect(process_group)")
-        transport = connect(process_group, getattr(self._config, "timeout", None))
-        self._rounds = Rounds(self.base, self._config, transport, self.monitor, self._buffers, model, fresh=self._fresh)
+        timeout, inside = getattr(self._config, "timeout", None), None
+        if isinstance(process_group, Hosts):
+            inside, process_group = connect(process_group.inside, timeout), process_group.across
+        transport = connect(process_group, timeout)
+        self._rounds = Rounds(
+            self.base, self._config, transport, self.monitor, self._buffers, model, inside, fresh=self._fresh
+        )
         # Copied and loaded workers differ on purpose: only new ones start from rank 0's parameters.
         self._fresh = False
         return self._rounds
@@ -166,6 +176,13 @@ class Decentralized(torch.optim.Optimizer):
         if self._rounds is not None:
             self._rounds.store_corrections()
         return self.base.state_dict()
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """A state dict for the bare base optimizer, to go on with plain DDP: nothing of ours is in it.
+
+        Call `consensus_()` first, so that all ranks go on from the same parameters.
+        """
+        return without_own_entries(self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of a plain base optimizer (then rounds begin from 0)."""
@@ -254,8 +271,7 @@ class Decentralized(torch.optim.Optimizer):
     def close(self) -> None:
         """Complete a round in flight and release the process group; collective, optional, after the last step."""
         if self._rounds is not None:
-            self._rounds.settle()
-            self._rounds.transport.close()
+            self._rounds.close()
 
 
 def is_state_probe(optimizer: torch.optim.Optimizer, closure: Closure | None) -> bool:

@@ -18,6 +18,8 @@ ROUND = "decent_round"  # rounds begun
 DUE = "decent_due"  # the step after which the round in flight is applied; None if there is none
 _FROM_CONFIG = ("warmup_steps", "global_every", "outer_momentum", "momentum_sync")
 
+OURS = ("period", *_FROM_CONFIG, STEP, ROUND, DUE)
+
 
 def enter(groups: Sequence[dict[str, Any]], config: DecentConfig) -> dict[str, Any]:
     """Write into every group what is in force: the first group's values, or else the config's; return them."""

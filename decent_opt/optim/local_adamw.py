@@ -54,6 +54,8 @@ class SharedMomentAdamW(torch.optim.AdamW):
     first group's are in force.
     """
 
+    HYPERPARAMETERS = ("second_moment", "second_moment_fixed", "refresh_every", "refresh_memory")
+
     def __init__(
         self, params: ParamsT, *, second_moment: str, refresh_every: int, refresh_memory: float, **adamw: Any
     ) -> None:
@@ -73,7 +75,7 @@ class SharedMomentAdamW(torch.optim.AdamW):
     def _enter_own_defaults(self) -> None:
         """A loaded checkpoint of a plain AdamW has none of these."""
         for group in self.param_groups:
-            for name in ("second_moment", "second_moment_fixed", "refresh_every", "refresh_memory"):
+            for name in self.HYPERPARAMETERS:
                 group.setdefault(name, self.defaults[name])
 
     @property
@@ -268,3 +270,17 @@ class LocalAdamW(Decentralized):
         )
         own = given(warmup_steps=warmup_steps, period=period, topology=topology, outer_momentum=outer_momentum)
         super().__init__(base, **own, **options)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """A state dict for `torch.optim.AdamW`; V goes back to what AdamW's bias correction expects."""
+        fixed = self.param_groups[0]["second_moment_fixed"]
+        plain = super().plain_state_dict()
+        for group in plain["param_groups"]:
+            for name in SharedMomentAdamW.HYPERPARAMETERS:
+                del group[name]
+            for index in group["params"]:
+                if fixed and index in plain["state"]:
+                    entries = plain["state"][index]
+                    scale = 1 - group["betas"][1] ** float(entries["step"])
+                    plain["state"][index] = {**entries, "exp_avg_sq": entries["exp_avg_sq"] * scale}
+        return plain

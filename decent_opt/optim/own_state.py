@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from decent_opt.optim import outer
+from decent_opt.optim.hyperparameters import OURS
 from decent_opt.optim.replica import OWN_PREFIX
 
 REMAINDER = OWN_PREFIX + "remainder"
@@ -87,6 +88,16 @@ def restore_own_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
         for key, value in state_dict["state"].get(index, {}).items():
             if str(key).startswith(OWN_PREFIX) and isinstance(value, Tensor):
                 optimizer.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+
+
+def without_own_entries(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict in which nothing of ours is left."""
+    state = {
+        index: {k: v for k, v in entries.items() if not str(k).startswith(OWN_PREFIX)}
+        for index, entries in state_dict["state"].items()
+    }
+    groups = [{k: v for k, v in group.items() if k not in OURS} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": {i: e for i, e in state.items() if e}, "param_groups": groups}
 
 
 def _is_bare(entries: dict[str, Any]) -> bool:

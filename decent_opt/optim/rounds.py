@@ -8,6 +8,7 @@ Hyperparameters and counters are read from, and kept in, `param_groups` (`hyperp
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,15 @@ from torch import Tensor
 from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
-from decent_opt.gossip import Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_, broadcast_
+from decent_opt.gossip import (
+    HostGossip,
+    Mixing,
+    OverlappedGossip,
+    PeriodicGossip,
+    apply_corrections,
+    average_,
+    broadcast_,
+)
 from decent_opt.gossip.buckets import MIXABLE
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import consensus, hyperparameters, outer
@@ -29,6 +38,8 @@ from decent_opt.optim.own_state import REMAINDER, OwnState
 from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.schedule import is_exact_average, round_is_due
 from decent_opt.topology import Topology, make_topology
+
+logger = logging.getLogger(__name__)
 
 
 class Rounds:
@@ -42,6 +53,7 @@ class Rounds:
         model: names the parameters in errors. What it has besides them starts equal: buffers (normalisation
             statistics), which are also averaged where parameters are, and parameters that nobody optimizes.
         buffers: stand in for the model's where there is no model.
+        inside: with hosts, access to the workers of the own host; `transport` then goes across hosts.
         fresh: start from rank 0's values, if the config says so; not for workers that are copied or loaded.
 
     Raises:
@@ -57,9 +69,10 @@ class Rounds:
         monitor: Monitor,
         buffers: Sequence[Tensor] = (),
         model: torch.nn.Module | None = None,
+        inside: Transport | None = None,
         fresh: bool = True,
     ) -> None:
-        self.optimizer, self.transport = optimizer, transport
+        self.optimizer, self.transport, self.inside = optimizer, transport, inside
         self.monitor, self._model, self._buffers = monitor, model, list(buffers)
         self.replica = Replica(optimizer, model)
         self._learner = optimizer if isinstance(optimizer, LearnsFromAverages) else None
@@ -77,12 +90,17 @@ class Rounds:
             claims["base optimizer"] = type(optimizer).__name__
             claims["bucket_mb"] = repr(config.bucket_mb)
             claims["sync_init"] = repr(config.sync_init)
+            claims["buffers"] = repr(config.buffers)
             claims["overlap_steps"] = repr(config.overlap_steps)
             claims["message_dtype"] = repr(config.message_dtype)
             claims.update(describe(self.replica.parameters()))
             claims.update({f"buffer {i}": f"shape {tuple(b.shape)}, {b.dtype}" for i, b in enumerate(self.buffers)})
             if self._learner is not None:
                 claims.update(self._learner.claims(config))
+        if inside is not None:
+            # Across hosts each rank has asked its counterparts; the ranks of a host have to be alike, too.
+            with agreement(inside) as claims:
+                claims["config"] = repr(config)
         self._last_mixed = self._mixed()
         self._layout = describe(self._last_mixed)
         if self.config.sync_init and fresh and transport.size > 1:
@@ -93,10 +111,22 @@ class Rounds:
         self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
         self._entries_ready = False
 
+    def close(self) -> None:
+        """Complete a round in flight and release the transports."""
+        self.settle()
+        for transport in (self.transport, self.inside):
+            if transport is not None:
+                transport.close()
+
     def _make_gossip(self, topology: Topology) -> PeriodicGossip | OverlappedGossip:
-        kind = OverlappedGossip if self.config.overlap_steps else PeriodicGossip
+        overlap = self.config.overlap_steps
         dtype = getattr(torch, self.config.message_dtype) if self.config.message_dtype else None
-        return kind(self.transport, topology, self.bucket_bytes, dtype)
+        if self.inside is None:
+            kind = OverlappedGossip if overlap else PeriodicGossip
+            return kind(self.transport, topology, self.bucket_bytes, dtype)
+        if overlap:
+            raise ConfigError(f"overlap_steps: allowed is 0 with hosts, got {overlap}")
+        return HostGossip(self.transport, self.inside, topology, self.bucket_bytes, dtype)
 
     @property
     def group(self) -> dict[str, Any]:
@@ -228,6 +258,7 @@ class Rounds:
                 self._set(DUE, group[STEP] + self.config.overlap_steps)
                 return
             kind, mixing = "gossip", self.gossip.finish()
+            _warn_if_identical(mixing, self.transport.rank)
         self._outer_step(parameters)
         self._record(kind, round, mixing, parameters)
 
@@ -241,6 +272,7 @@ class Rounds:
             round, parameters = self._in_flight
             self._in_flight = None
             mixing = self.gossip.finish()
+            _warn_if_identical(mixing, self.transport.rank)
             self._outer_step(parameters)
             self._record("gossip", round, mixing, parameters)
         else:
@@ -278,7 +310,11 @@ class Rounds:
 
     def _mixed(self) -> dict[str, Tensor]:
         tensors = self.replica.trainable()
-        return {**tensors, **self.replica.momenta()} if self.group["momentum_sync"] == "average" else tensors
+        if self.group["momentum_sync"] == "average":
+            tensors |= self.replica.momenta()
+        if self.config.buffers == "average" and not self.config.overlap_steps:
+            tensors |= {f"buffer {i}": b for i, b in enumerate(self._floating_buffers())}
+        return tensors
 
     def _agree_on_layout(self, tensors: dict[str, Tensor]) -> None:
         """After a change of what is mixed (freezing, new group, first momenta) compare it once between the ranks.
@@ -318,10 +354,13 @@ class Rounds:
 
     # -- consensus ---------------------------------------------------------------------------------------------
 
+    def _floating_buffers(self) -> list[Tensor]:
+        return [b for b in self.buffers if b.dtype in MIXABLE]
+
     def _consensus(self) -> tuple[list[Tensor], list[Tensor | None]]:
         trainable = self.replica.trainable()
-        floating = [b for b in self.buffers if b.dtype in MIXABLE]
-        tensors = [*trainable.values(), *self._left_behind(trainable), *floating]
+        buffers = self._floating_buffers() if self.config.buffers == "average" else []
+        tensors = [*trainable.values(), *self._left_behind(trainable), *buffers]
         return tensors, self.own.remainders(tensors)
 
     @torch.no_grad()
@@ -336,6 +375,8 @@ class Rounds:
             state = self.optimizer.state
             outers = [state[t][k] for t in tensors for k in (outer.X_PREV, outer.VELOCITY) if k in state.get(t, {})]
             average_(self.transport, [*tensors, *outers], self.bucket_bytes, [*remainders, *[None] * len(outers)])
+            if self.config.buffers == "broadcast":
+                broadcast_(self.transport, self.buffers, self.bucket_bytes)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Hold the workers' average inside the block, and every worker's own values again after it.
@@ -344,7 +385,8 @@ class Rounds:
         """
         if self.alone:
             return nullcontext()
-        return consensus.averaged(self.transport, *self._consensus(), self.bucket_bytes)
+        broadcast = self.buffers if self.config.buffers == "broadcast" else []
+        return consensus.averaged(self.transport, *self._consensus(), self.bucket_bytes, broadcast)
 
     def consensus_distance(self) -> float:
         """Return sqrt((1/n) sum_k ||x_k - xbar||^2) of the parameters, exactly. Collective."""
@@ -352,6 +394,15 @@ class Rounds:
             return 0.0
         tensors = list(self.replica.trainable().values())
         return consensus.distance(self.transport, tensors, self.own.remainders(tensors), self.bucket_bytes)
+
+
+def _warn_if_identical(mixing: Mixing, rank: int) -> None:
+    if mixing.identical:
+        logger.warning(
+            "rank %d: after the first local steps this worker and its neighbours hold exactly the same parameters; do "
+            "all ranks train on the same data? Give each its own shard (DistributedSampler, or another seed per rank)",
+            rank,
+        )
 
 
 def _digest(topology: Topology) -> str:
