@@ -116,13 +116,15 @@ class RankPool:
 
     Args:
         timeout: seconds for one call, unless it gives its own.
+        preload: modules that ranks are started with; a heavy one is then imported once, not by each rank. Only the
+            first pool of a process can choose.
     """
 
-    def __init__(self, timeout: float = 120.0) -> None:
+    def __init__(self, timeout: float = 120.0, preload: Sequence[str] = ()) -> None:
         self.timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
         # Ranks are forked from a clean process that has torch imported already.
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "decent_opt", "decent_opt.testing"])
+        self._context.set_forkserver_preload(["torch.distributed", "decent_opt.testing", "decent_opt", *preload])
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None

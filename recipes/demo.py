@@ -88,7 +88,7 @@ class Outcome:
 def run_rows(rows: Sequence[Row], workers: int, steps: int) -> list[Outcome]:
     """Train all rows, one after the other, in one pool of processes."""
     outcomes = []
-    with RankPool(timeout=600) as pool:
+    with RankPool(timeout=600, preload=["decent_opt.recipes.causal_lm"]) as pool:
         for number, row in enumerate(rows, 1):
             settings = replace(
                 row.settings,

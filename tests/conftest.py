@@ -12,7 +12,7 @@ from decent_opt.testing import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(timeout=100) as pool:
+    with RankPool(timeout=100, preload=["transformers.models.gpt2.modeling_gpt2"]) as pool:
         yield pool
 
 

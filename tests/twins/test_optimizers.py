@@ -36,8 +36,8 @@ def cases() -> list[tuple[int, str]]:
 
 
 def optimizer_of(rule: str, model: torch.nn.Module, topology: Any, options: dict[str, Any]) -> Decentralized:
-    # A bucket limit of 1000 bytes is below the embedding and the MLP, so that tensors are cut.
-    options = {"period": 2, "bucket_mb": 1e-3, "topology": topology, "model": model, **options}
+    # A bucket limit of 3000 bytes is below the embedding and the MLP, so that tensors are cut.
+    options = {"period": 3, "bucket_mb": 3e-3, "topology": topology, "model": model, **options}
     if rule == "sgdm":
         return PDSGDM(gpt2.groups(model, LR[rule]), momentum=0.9, **options)
     if rule == "adamw":
@@ -72,7 +72,7 @@ def twin(rule: str, n: int, topology: Any, options: dict[str, Any]) -> np.ndarra
     else:
         sizes = [p.numel() for p in model.parameters()]
         local = SharedMomentAdamW(lr=rates, weight_decay=decays, sizes=sizes, second_moment=rule)
-    options = {"period": 2, **options}
+    options = {"period": 3, **options}
     oracle = gpt2.gradient_oracle(DTYPE[rule])
     matrix_form = PeriodicTwin(gpt2.flatten(model), oracle, local, make_topology(topology, n), **options)
     path = []
