@@ -28,13 +28,14 @@ from rich.table import Table
 from torch import nn
 
 from decent_opt import Decentralized, LocalAdamW
-from decent_opt.recipes.causal_lm import Settings, build_model, learning_rate
+from decent_opt.recipes.causal_lm import Settings, learning_rate
+from decent_opt.recipes.models import new_model
 from decent_opt.recipes.text import Corpus, batch, load_corpus
 from decent_opt.testing import run_ranks, seeded
 
 RESULTS = Path(__file__).parent / "results" / "adam_gap.jsonl"
 STEPS, CONTEXT, PERIOD, VALIDATION_TOKENS = 160, 64, 8, 32768
-MODEL = Settings(width=64, layers=2, heads=4, context=CONTEXT, steps=STEPS, lr=6e-3)
+RUN = Settings(steps=STEPS, lr=6e-3, ramp=0.1)
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def cases(seed: int) -> Iterator[tuple[str, Case]]:
 def work(rank: int, case: Case, corpus: Corpus) -> dict[str, float]:
     """Train one worker; rank 0 evaluates."""
     with seeded(case.seed):
-        model = build_model(MODEL, corpus)
+        model = new_model("gpt2", layers=2, width=64, heads=4, context=CONTEXT, tokenizer=corpus.tokenizer)
     optimizer = make(case, model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, MODEL))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, RUN))
     shard = corpus.shard(rank, case.n)
     for step in range(STEPS):
         ids = batch(shard, case.seed, rank, step, case.batch, CONTEXT)
@@ -95,10 +96,10 @@ def make(case: Case, model: nn.Module) -> Decentralized:
     """The optimizer of a case. A warm-up that never ends is DDP."""
     parameters: Any = model.parameters()
     if case.rule in ("ddp", "plain"):
-        base = torch.optim.AdamW(parameters, lr=MODEL.lr)
+        base = torch.optim.AdamW(parameters, lr=RUN.lr)
         return Decentralized(base, period=PERIOD, warmup_steps=STEPS if case.rule == "ddp" else 0)
     return LocalAdamW(
-        parameters, lr=MODEL.lr, warmup_steps=round(case.warmup * STEPS), second_moment=case.rule,  # type: ignore[arg-type]
+        parameters, lr=RUN.lr, warmup_steps=round(case.warmup * STEPS), second_moment=case.rule,  # type: ignore[arg-type]
         outer_momentum=case.outer, period=PERIOD,
     )  # fmt: skip
 
