@@ -158,7 +158,7 @@ class GossipState:
         optimizer.register_step_post_hook(self._after_step)
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self.rounds.store_corrections()
+        self.rounds.runner.store_corrections()
         self._loading = state_dict
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,7 +170,7 @@ class GossipState:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._probe = is_state_probe(optimizer, closure)
         self.rounds.before_step()
-        self._hidden = self.rounds.own.hidden()
+        self._hidden = self.rounds.runner.own.hidden()
         self._hidden.__enter__()
         scaling = Scaling.of(optimizer)
         if not self._native_scaling and scaling.found_inf is not None:

@@ -148,7 +148,7 @@ class Decentralized(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Transport and process group belong to a process and are found anew; records stay with the original.
         if self._rounds is not None:
-            self._rounds.store_corrections()
+            self._rounds.runner.store_corrections()
         return {name: self.__dict__[name] for name in ("base", "_config", "_buffers", "_subset")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Decentralized(torch.optim.Optimizer):
         A round in flight is waited for, and its pending correction is stored.
         """
         if self._rounds is not None:
-            self._rounds.store_corrections()
+            self._rounds.runner.store_corrections()
         return self.base.state_dict()
 
     def plain_state_dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Decentralized(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of a plain base optimizer (then rounds begin from 0)."""
         if self._rounds is not None:
-            self._rounds.store_corrections()  # what the neighbours have sent has to be taken, though it is not used
+            self._rounds.runner.store_corrections()  # what the neighbours have sent has to be taken, if not used
         self.base.load_state_dict(state_dict)
         restore_own_entries(self.base, state_dict)
         if self._rounds is not None:
@@ -220,7 +220,7 @@ class Decentralized(torch.optim.Optimizer):
         rounds = self.rounds
         probe = is_state_probe(self.base, closure)
         rounds.before_step()
-        with rounds.own.hidden():
+        with rounds.runner.own.hidden():
             result = self.base.step(closure) if probe else self._local_step(closure)
         if not probe:
             rounds.after_step()

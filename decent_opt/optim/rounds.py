@@ -1,45 +1,40 @@
 """Rounds: everything that one worker does besides the base optimizer's step.
 
-An optimizer step goes: `before_step`, the base optimizer's own step, `after_step`. The latter counts the step and
-runs a round when one is due. `Decentralized` calls them in its `step`, `GossipState` from an optimizer's step hooks.
-Hyperparameters and counters are read from, and kept in, `param_groups` (`hyperparameters.py`).
+An optimizer step goes: `before_step`, the base optimizer's own step, `after_step`. The latter counts the step and has
+a round run when one is due (`round_runner.py`). `Decentralized` calls them in its `step`, `GossipState` from an
+optimizer's step hooks. Hyperparameters and counters are read from, and kept in, `param_groups` (`hyperparameters.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
+from decent_opt.communication import Transport, agreement
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
 from decent_opt.gossip import (
     HostGossip,
-    Mixing,
     OverlappedGossip,
     PeriodicGossip,
-    apply_corrections,
     average_,
     broadcast_,
 )
 from decent_opt.gossip.buckets import MIXABLE
-from decent_opt.monitoring import Monitor, RoundRecord
+from decent_opt.monitoring import Monitor
 from decent_opt.optim import consensus, hyperparameters, outer
 from decent_opt.optim.gradients import LearnsFromAverages, average_gradients_
 from decent_opt.optim.hyperparameters import DUE, ROUND, STEP
-from decent_opt.optim.own_state import REMAINDER, OwnState
 from decent_opt.optim.replica import Replica, describe
-from decent_opt.optim.schedule import is_exact_average, round_is_due
+from decent_opt.optim.round_runner import RoundRunner, exact_mixing
+from decent_opt.optim.schedule import round_is_due
 from decent_opt.topology import Topology, make_topology
-
-logger = logging.getLogger(__name__)
 
 
 class Rounds:
@@ -85,7 +80,7 @@ class Rounds:
                 hyperparameters.check_alike(optimizer.param_groups[0], group)
             claims.update({name: repr(value) for name, value in self.enter_hyperparameters().items()})
             topology = make_topology(config.topology, transport.size)
-            self.gossip = self._make_gossip(topology)
+            gossip = self._make_gossip(topology)
             claims["topology"] = f"{topology.name} {_digest(topology)}"
             claims["base optimizer"] = type(optimizer).__name__
             claims["bucket_mb"] = repr(config.bucket_mb)
@@ -101,19 +96,16 @@ class Rounds:
             # Across hosts each rank has asked its counterparts; the ranks of a host have to be alike, too.
             with agreement(inside) as claims:
                 claims["config"] = repr(config)
-        self._last_mixed = self._mixed()
-        self._layout = describe(self._last_mixed)
         if self.config.sync_init and fresh and transport.size > 1:
             outside = [] if model is None else list(model.parameters())
             everything = {id(t): t for t in (*self.replica.parameters().values(), *outside, *self.buffers)}
             broadcast_(transport, list(everything.values()), self.bucket_bytes)
-        self.own = OwnState(optimizer)
-        self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
+        self.runner = RoundRunner(self.replica, self.config, transport, gossip, monitor, self._mixed_buffers)
         self._entries_ready = False
 
     def close(self) -> None:
         """Complete a round in flight and release the transports."""
-        self.settle()
+        self.runner.settle()
         for transport in (self.transport, self.inside):
             if transport is not None:
                 transport.close()
@@ -182,7 +174,7 @@ class Rounds:
     def before_step(self) -> None:
         """Create our entries where they are missing: x_prev = x before the first local step."""
         if not self._entries_ready and not self.alone:
-            self.own.create(self.replica.trainable().values(), bool(self.group["outer_momentum"]))
+            self.runner.own.create(self.replica.trainable().values(), bool(self.group["outer_momentum"]))
         self._entries_ready = True
 
     def after_step(self) -> None:
@@ -194,17 +186,17 @@ class Rounds:
         if self.alone:
             return
         if group[DUE] is not None and step >= group[DUE]:
-            self.settle()
+            self.runner.settle()
         if self._warming and step >= group["warmup_steps"]:
             self._end_warmup()
         if round_is_due(step, group["period"], group["warmup_steps"]):
-            self.run_round()
+            self.runner.run()
 
     def _end_warmup(self) -> None:
         self._warming = False
         if self.group["outer_momentum"]:
             parameters = list(self.replica.trainable().values())
-            self.own.create(parameters, outer_momentum=True)
+            self.runner.own.create(parameters, outer_momentum=True)
             outer.restart(self.optimizer, parameters)
         if self._learner is not None:
             self._learner.end_warmup(self.transport.size)
@@ -232,136 +224,18 @@ class Rounds:
         parameters = {name: p for name, p in self.replica.every_parameter().items() if p.requires_grad}
         overflow, sent = average_gradients_(self.transport, parameters, self.bucket_bytes, found_inf, self._learner)
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
-        self._record("gradient", -1, _exact_mixing(sent, began), gradients)
+        self.runner.record("gradient", -1, exact_mixing(sent, began), gradients)
         return overflow
-
-    # -- rounds ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def run_round(self) -> None:
-        """Mix the parameters (and the momenta, if asked for) with the neighbours, or start to."""
-        self.settle()
-        tensors = self._mixed()
-        self._agree_on_layout(tensors)
-        group, round = self.group, self.group[ROUND]
-        self._set(ROUND, round + 1)
-        parameters, mixed = list(self.replica.trainable().values()), list(tensors.values())
-        remainders = self.own.remainders(mixed)
-        if is_exact_average(round, group["global_every"]):
-            began = time.perf_counter()
-            sent = average_(self.transport, mixed, self.bucket_bytes, remainders)
-            kind, mixing = "average", _exact_mixing(sent, began)
-        else:
-            self.gossip.start(mixed, round, remainders)
-            if self.config.overlap_steps:
-                self._in_flight = (round, mixed)
-                self._set(DUE, group[STEP] + self.config.overlap_steps)
-                return
-            kind, mixing = "gossip", self.gossip.finish()
-            _warn_if_identical(mixing, self.transport.rank)
-        self._outer_step(parameters)
-        self._record(kind, round, mixing, parameters)
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Wait for the round in flight, if there is one, and apply its corrections, from messages or from the state."""
-        if self.group[DUE] is None:
-            return
-        self._set(DUE, None)
-        if self._in_flight is not None:
-            round, parameters = self._in_flight
-            self._in_flight = None
-            mixing = self.gossip.finish()
-            _warn_if_identical(mixing, self.transport.rank)
-            self._outer_step(parameters)
-            self._record("gossip", round, mixing, parameters)
-        else:
-            stored = self.own.take_corrections()
-            parameters = list(stored)
-            apply_corrections(parameters, list(stored.values()), self.own.remainders(parameters), self.bucket_bytes)
-            self._outer_step(parameters)
-
-    @torch.no_grad()
-    def store_corrections(self) -> None:
-        """Wait for the round in flight and keep its corrections in the state, to be applied when they are due.
-
-        It needs messages of the neighbours only, so one rank alone may save its state.
-        """
-        if self._in_flight is not None:
-            round, parameters = self._in_flight
-            self._in_flight = None
-            assert isinstance(self.gossip, OverlappedGossip)
-            mixing = self.gossip.finish(into=self.own.put_corrections(parameters))
-            self._record("gossip", round, mixing, parameters)
-
-    def _outer_step(self, parameters: Sequence[Tensor]) -> None:
-        beta, state = self.group["outer_momentum"], self.optimizer.state
-        if not beta:
-            return
-        for parameter in parameters:
-            if outer.X_PREV in state.get(parameter, {}):
-                outer.apply_(state[parameter], parameter, beta, state[parameter].get(REMAINDER))
-        # A parameter that was unfrozen since joins from here on: its value at the last round is not known.
-        self.own.create(self.replica.trainable().values(), outer_momentum=True)
-
-    def _set(self, name: str, value: int | None) -> None:
-        for group in self.optimizer.param_groups:
-            group[name] = value
-
-    def _mixed(self) -> dict[str, Tensor]:
-        tensors = self.replica.trainable()
-        if self.group["momentum_sync"] == "average":
-            tensors |= self.replica.momenta()
-        if self.config.buffers == "average" and not self.config.overlap_steps:
-            tensors |= {f"buffer {i}": b for i, b in enumerate(self._floating_buffers())}
-        return tensors
-
-    def _agree_on_layout(self, tensors: dict[str, Tensor]) -> None:
-        """After a change of what is mixed (freezing, new group, first momenta) compare it once between the ranks.
-
-        What is not mixed any more has drifted apart since the last round: it is averaged exactly, once.
-        """
-        layout = describe(tensors)
-        if layout != self._layout:
-            with agreement(self.transport) as claims:
-                claims.update(layout)
-            left = self._left_behind(tensors)
-            average_(self.transport, left, self.bucket_bytes, self.own.remainders(left))
-            self._layout = layout
-        self._last_mixed = tensors
-
-    def _left_behind(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """Parameters that were mixed in the last round and are not in `tensors`."""
-        now = {id(t) for t in tensors.values()}
-        known = self.replica.parameters()
-        return [t for name, t in self._last_mixed.items() if name in known and id(t) not in now]
-
-    def _record(self, kind: str, round: int, mixing: Mixing, mixed: Iterable[Tensor]) -> None:
-        self.monitor.emit(
-            RoundRecord(
-                kind=kind,
-                step=self.group[STEP] + (kind == "gradient"),  # gradients are averaged before their step is counted
-                round=round,
-                bytes_sent=mixing.sent,
-                bytes_received=mixing.received,
-                allreduce_bytes=ring_all_reduce_bytes(sum(t.nbytes for t in mixed), self.transport.size),
-                encode_seconds=mixing.encode_seconds,
-                wait_seconds=mixing.wait_seconds,
-                decode_seconds=mixing.decode_seconds,
-                distance=mixing.spread if kind == "gossip" else None,
-            )
-        )
 
     # -- consensus ---------------------------------------------------------------------------------------------
 
-    def _floating_buffers(self) -> list[Tensor]:
-        return [b for b in self.buffers if b.dtype in MIXABLE]
+    def _mixed_buffers(self) -> list[Tensor]:
+        return [b for b in self.buffers if b.dtype in MIXABLE] if self.config.buffers == "average" else []
 
     def _consensus(self) -> tuple[list[Tensor], list[Tensor | None]]:
         trainable = self.replica.trainable()
-        buffers = self._floating_buffers() if self.config.buffers == "average" else []
-        tensors = [*trainable.values(), *self._left_behind(trainable), *buffers]
-        return tensors, self.own.remainders(tensors)
+        tensors = [*trainable.values(), *self.runner.left_behind(trainable), *self._mixed_buffers()]
+        return tensors, self.runner.own.remainders(tensors)
 
     @torch.no_grad()
     def consensus_(self) -> None:
@@ -370,7 +244,7 @@ class Rounds:
         Outer momentum is averaged along: its x_prev would else pull the workers apart again at the next round.
         """
         if not self.alone:
-            self.settle()
+            self.runner.settle()
             tensors, remainders = self._consensus()
             state = self.optimizer.state
             outers = [state[t][k] for t in tensors for k in (outer.X_PREV, outer.VELOCITY) if k in state.get(t, {})]
@@ -393,24 +267,10 @@ class Rounds:
         if self.alone:
             return 0.0
         tensors = list(self.replica.trainable().values())
-        return consensus.distance(self.transport, tensors, self.own.remainders(tensors), self.bucket_bytes)
-
-
-def _warn_if_identical(mixing: Mixing, rank: int) -> None:
-    if mixing.identical:
-        logger.warning(
-            "rank %d: after the first local steps this worker and its neighbours hold exactly the same parameters; do "
-            "all ranks train on the same data? Give each its own shard (DistributedSampler, or another seed per rank)",
-            rank,
-        )
+        return consensus.distance(self.transport, tensors, self.runner.own.remainders(tensors), self.bucket_bytes)
 
 
 def _digest(topology: Topology) -> str:
     """Six digits that tell mixing matrices of the same name apart."""
     matrices = b"".join(topology.matrix(r).tobytes() for r in range(topology.period))
     return f"(matrices {hashlib.sha256(matrices).hexdigest()[:6]})"
-
-
-def _exact_mixing(sent: int, began: float) -> Mixing:
-    seconds = time.perf_counter() - began
-    return Mixing(sent={-1: sent}, received={-1: sent}, wait_seconds={-1: seconds})

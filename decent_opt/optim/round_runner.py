@@ -1,0 +1,190 @@
+"""One round after the other: what is mixed, the exchange, the outer step, the record; also a round in flight.
+
+every p-th step:  x_k <- sum_j w_kj x_j   (or an exact average every H-th round), then outer momentum
+with overlap:     the exchange is started, and its correction is applied when it is due
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
+from decent_opt.config import DecentConfig
+from decent_opt.gossip import Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_
+from decent_opt.monitoring import Monitor, RoundRecord
+from decent_opt.optim import outer
+from decent_opt.optim.hyperparameters import DUE, ROUND, STEP
+from decent_opt.optim.own_state import REMAINDER, OwnState
+from decent_opt.optim.replica import Replica, describe
+from decent_opt.optim.schedule import is_exact_average
+
+logger = logging.getLogger(__name__)
+
+
+class RoundRunner:
+    """Runs the rounds of one worker.
+
+    Args:
+        replica: the optimizer's parameters; its groups carry hyperparameters and counters.
+        config, transport, gossip, monitor: see `Rounds`.
+        buffers: gives the floating-point buffers that are mixed like parameters.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        config: DecentConfig,
+        transport: Transport,
+        gossip: PeriodicGossip | OverlappedGossip,
+        monitor: Monitor,
+        buffers: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        self.optimizer, self.replica, self.config = replica.optimizer, replica, config
+        self.transport, self.gossip, self.monitor, self._buffers = transport, gossip, monitor, buffers
+        self.bucket_bytes = int(config.bucket_mb * 1e6)
+        self.own = OwnState(self.optimizer)
+        self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
+        self._last_mixed = self._mixed()
+        self._layout = describe(self._last_mixed)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The first parameter group, whose entries are in force."""
+        return self.optimizer.param_groups[0]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Mix the parameters (and the momenta, if asked for) with the neighbours, or start to."""
+        self.settle()
+        tensors = self._mixed()
+        self._agree_on_layout(tensors)
+        group, round = self.group, self.group[ROUND]
+        self._set(ROUND, round + 1)
+        parameters, mixed = list(self.replica.trainable().values()), list(tensors.values())
+        remainders = self.own.remainders(mixed)
+        if is_exact_average(round, group["global_every"]):
+            began = time.perf_counter()
+            sent = average_(self.transport, mixed, self.bucket_bytes, remainders)
+            kind, mixing = "average", exact_mixing(sent, began)
+        else:
+            self.gossip.start(mixed, round, remainders)
+            if self.config.overlap_steps:
+                self._in_flight = (round, mixed)
+                self._set(DUE, group[STEP] + self.config.overlap_steps)
+                return
+            kind, mixing = "gossip", self.gossip.finish()
+            _warn_if_identical(mixing, self.transport.rank)
+        self._outer_step(parameters)
+        self.record(kind, round, mixing, parameters)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the round in flight, if there is one, and apply its corrections, from messages or from the state."""
+        if self.group[DUE] is None:
+            return
+        self._set(DUE, None)
+        if self._in_flight is not None:
+            round, parameters = self._in_flight
+            self._in_flight = None
+            mixing = self.gossip.finish()
+            _warn_if_identical(mixing, self.transport.rank)
+            self._outer_step(parameters)
+            self.record("gossip", round, mixing, parameters)
+        else:
+            stored = self.own.take_corrections()
+            parameters = list(stored)
+            apply_corrections(parameters, list(stored.values()), self.own.remainders(parameters), self.bucket_bytes)
+            self._outer_step(parameters)
+
+    @torch.no_grad()
+    def store_corrections(self) -> None:
+        """Wait for the round in flight and keep its corrections in the state, to be applied when they are due.
+
+        It needs messages of the neighbours only, so one rank alone may save its state.
+        """
+        if self._in_flight is not None:
+            round, parameters = self._in_flight
+            self._in_flight = None
+            assert isinstance(self.gossip, OverlappedGossip)
+            mixing = self.gossip.finish(into=self.own.put_corrections(parameters))
+            self.record("gossip", round, mixing, parameters)
+
+    def _outer_step(self, parameters: Sequence[Tensor]) -> None:
+        beta, state = self.group["outer_momentum"], self.optimizer.state
+        if not beta:
+            return
+        for parameter in parameters:
+            if outer.X_PREV in state.get(parameter, {}):
+                outer.apply_(state[parameter], parameter, beta, state[parameter].get(REMAINDER))
+        # A parameter that was unfrozen since joins from here on: its value at the last round is not known.
+        self.own.create(self.replica.trainable().values(), outer_momentum=True)
+
+    def _set(self, name: str, value: int | None) -> None:
+        for group in self.optimizer.param_groups:
+            group[name] = value
+
+    def _mixed(self) -> dict[str, Tensor]:
+        tensors = self.replica.trainable()
+        if self.group["momentum_sync"] == "average":
+            tensors |= self.replica.momenta()
+        if not self.config.overlap_steps:
+            tensors |= {f"buffer {i}": b for i, b in enumerate(self._buffers())}
+        return tensors
+
+    def _agree_on_layout(self, tensors: dict[str, Tensor]) -> None:
+        """After a change of what is mixed (freezing, new group, first momenta) compare it once between the ranks.
+
+        What is not mixed any more has drifted apart since the last round: it is averaged exactly, once.
+        """
+        layout = describe(tensors)
+        if layout != self._layout:
+            with agreement(self.transport) as claims:
+                claims.update(layout)
+            left = self.left_behind(tensors)
+            average_(self.transport, left, self.bucket_bytes, self.own.remainders(left))
+            self._layout = layout
+        self._last_mixed = tensors
+
+    def left_behind(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Parameters that were mixed in the last round and are not in `tensors`."""
+        now = {id(t) for t in tensors.values()}
+        known = self.replica.parameters()
+        return [t for name, t in self._last_mixed.items() if name in known and id(t) not in now]
+
+    def record(self, kind: str, round: int, mixing: Mixing, mixed: Iterable[Tensor]) -> None:
+        """Pass on what an exchange of these parameters or gradients cost."""
+        self.monitor.emit(
+            RoundRecord(
+                kind=kind,
+                step=self.group[STEP] + (kind == "gradient"),  # gradients are averaged before their step is counted
+                round=round,
+                bytes_sent=mixing.sent,
+                bytes_received=mixing.received,
+                allreduce_bytes=ring_all_reduce_bytes(sum(t.nbytes for t in mixed), self.transport.size),
+                encode_seconds=mixing.encode_seconds,
+                wait_seconds=mixing.wait_seconds,
+                decode_seconds=mixing.decode_seconds,
+                distance=mixing.spread if kind == "gossip" else None,
+            )
+        )
+
+
+def exact_mixing(sent: int, began: float) -> Mixing:
+    """What an exact average since `began` cost; it does not tell peers apart."""
+    seconds = time.perf_counter() - began
+    return Mixing(sent={-1: sent}, received={-1: sent}, wait_seconds={-1: seconds})
+
+
+def _warn_if_identical(mixing: Mixing, rank: int) -> None:
+    if mixing.identical:
+        logger.warning(
+            "rank %d: after the first local steps this worker and its neighbours hold exactly the same parameters; do "
+            "all ranks train on the same data? Give each its own shard (DistributedSampler, or another seed per rank)",
+            rank,
+        )
