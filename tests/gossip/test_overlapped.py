@@ -111,8 +111,8 @@ class Delayed:
 
 
 def exposed(rank: int, overlap: int, share: float) -> tuple[float, float]:
-    """Least seconds waited in a round, and the delay: a share of the compute of a period, 40 ms per step."""
-    period, rounds, compute = 5, 5, 0.04
+    """Least seconds waited in a round, and the delay: a share of the compute of a period, 80 ms per step."""
+    period, rounds, compute = 5, 5, 0.08
     model = model_of()
     optimizer = PDSGDM(model.parameters(), lr=0.01, period=period, overlap_steps=overlap, timeout=60)
     delay = share * period * compute
