@@ -108,7 +108,12 @@ class SharedMomentAdamW(torch.optim.AdamW):
         return self._rule == "refreshed" and round > 0 and round % self.param_groups[0]["refresh_every"] == 0
 
     def observe_own_gradients(self) -> None:
-        """u <- b2 u + (1 - b2) g^2;  s <- b s + (1 - b) ||g||^2, from gradients that are not averaged yet."""
+        """u <- b2 u + (1 - b2) g^2;  s <- b s + (1 - b) ||g||^2, from gradients that are not averaged yet.
+
+        After the warm-up every step does this by itself.
+        """
+        if self._fixed:
+            return
         for group in self.param_groups:
             entries, _, gradients = self._stepped(group)
             if entries and self._rule != "local":

@@ -75,7 +75,7 @@ def test_a_learning_rate_may_change_between_steps():
 
 def test_frozen_adamw_keeps_the_corrected_second_moment_of_the_warmup():
     lr, b1, b2, eps = 0.1, 0.9, 0.99, 1e-8
-    rule = SharedMomentAdamW(lr, (b1, b2), eps, weight_decay=0.0, sizes=[1], second_moment="frozen")
+    rule = SharedMomentAdamW(lr, (b1, b2), eps, weight_decay=0.0, sizes=[1], second_moment="frozen", floor=0.0)
     gradients = [3.0, -1.0, 2.0, 50.0, 0.5]  # three of the warm-up, two afterwards
     x0 = torch.zeros(1, dtype=torch.float64)
     twin = PeriodicTwin(x0, lambda k, x, t: torch.full_like(x, gradients[t - 1]), rule, ALONE, warmup_steps=3)
