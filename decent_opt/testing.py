@@ -41,7 +41,9 @@ class RankFailed(RuntimeError):
     def __init__(self, reports: dict[int, str]) -> None:
         # A rank that lost its peer is a consequence: show causes first.
         ranks = sorted(reports, key=lambda rank: ("PeerLost" in reports[rank], rank))
-        super().__init__("\n".join(f"rank {rank}:\n{reports[rank]}" for rank in ranks))
+        summary = [f"rank {rank}: {reports[rank].strip().splitlines()[-1]}" for rank in ranks]
+        details = [f"rank {rank}:\n{reports[rank]}" for rank in ranks]
+        super().__init__("\n".join([*summary, "", *details]))
         self.reports = reports
 
 

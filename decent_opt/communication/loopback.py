@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,9 +31,11 @@ class LoopbackWorld:
         self.mailboxes = {(a, b): queue.Queue[Any]() for a in range(size) for b in range(size)}
         self.board: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=timeout)
+        self.aborted = False
 
     def abort(self) -> None:
         """Wake every waiting thread with an error: a rank has failed."""
+        self.aborted = True
         self.barrier.abort()
         for mailbox in self.mailboxes.values():
             mailbox.put(_ABORT)
@@ -77,11 +80,13 @@ class LoopbackTransport:
         world.board[self.rank] = item
         try:
             world.barrier.wait()
-            items = list(world.board)
-            world.barrier.wait()
         except threading.BrokenBarrierError:
-            text = f"rank {self.rank}: a rank failed or did not join a collective within {world.timeout:g} s"
-            raise PeerLost(text, rank=None, round=-1) from None
+            why = "another rank failed" if world.aborted else f"a rank did not join within {world.timeout:g} s"
+            raise PeerLost(f"rank {self.rank}: a collective failed: {why}", rank=None, round=-1) from None
+        items = list(world.board)
+        # A rank that fails over what it has read breaks this one; the others have read theirs all the same.
+        with suppress(threading.BrokenBarrierError):
+            world.barrier.wait()
         return items
 
 
