@@ -26,8 +26,9 @@ class Replica:
         """Name -> parameter, frozen ones too; of those that share their memory one, a trainable one if there is any."""
         found: dict[object, tuple[str, Tensor]] = {}
         for name, parameter in self.every_parameter().items():
-            memory = (parameter.data_ptr(), parameter.shape, parameter.stride())
-            key = memory if parameter.data_ptr() else id(parameter)
+            # Views of the same memory, also transposed or flat, have the same start, count and extent.
+            extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            key = (parameter.data_ptr(), parameter.numel(), extent) if parameter.data_ptr() else id(parameter)
             if key not in found or (parameter.requires_grad and not found[key][1].requires_grad):
                 found[key] = (name, parameter)
         return dict(found.values())

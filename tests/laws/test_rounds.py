@@ -37,7 +37,7 @@ UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-
 GUARD = 77.0  # what lies around a parameter in memory, and has to stay there
 KINDS = (*NAMES, "graph", "matrix", "schedule")
 # Views through which two parameters share their memory.
-TIES = ("same",)
+TIES = ("same", "transposed", "flat")
 
 
 # -- parameters -------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Spec:
         """How the tied parameter looks at the memory (and at the gradient) of the first."""
         if self.tied_view == "transposed":
             return tensor.permute(tuple(range(tensor.dim()))[::-1])
-        if self.tied_view == "flat" and tensor.is_contiguous():
+        if self.tied_view == "flat" and self.layout == "contiguous":
             return tensor.view(-1)
         return tensor
 
