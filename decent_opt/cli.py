@@ -91,8 +91,8 @@ app.add_typer(topology_app, name="topology")
 @topology_app.command("list")
 def list_topologies() -> None:
     """Show the names that a topology can have, and their options."""
+    from decent_opt.options import REQUIRED
     from decent_opt.topology.factory import NAMED
-    from decent_opt.topology.options import REQUIRED
 
     table = _table(
         'topologies: NAME or NAME:option=value,option=value (a torus also: "torus:4x8")', "name", "what it is"

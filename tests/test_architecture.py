@@ -15,7 +15,7 @@ ROOT = "the package itself"  # `import decent_opt`: its public names, for those 
 # Low to high. Rooms on the same floor do not know each other.
 FLOORS: list[set[str]] = [
     {"_version", "errors"},
-    {"config", "monitoring"},
+    {"config", "monitoring", "options"},
     {"topology", "compression"},
     {"communication", "theory"},
     {"gossip", "sparsification"},
@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
 ]
 SAME_ROOM = {"doctor": "cli", "config_cli": "cli", "config_sources": "config"}  # files of another room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-NO_DISTRIBUTED = {"topology", "compression", "errors", "config"}
+NO_DISTRIBUTED = {"topology", "compression", "errors", "config", "options"}
 
 
 def sources() -> dict[str, Path]:

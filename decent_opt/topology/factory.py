@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from decent_opt.errors import ConfigError
+from decent_opt.options import Option, choice, read_options, shape, whole
 from decent_opt.topology import exponential, finite_time, graphs
 from decent_opt.topology.base import CyclicTopology, Topology
 from decent_opt.topology.hierarchical import hierarchical
-from decent_opt.topology.options import Option, choice, read_options, shape, whole
 from decent_opt.topology.weights import graph_weights, metropolis_hastings, uniform_weights
 
 # networkx.Graph is one of them too; the name stands in no annotation, so that nobody needs networkx for it
@@ -153,7 +153,7 @@ def _named(spec: str, size: int) -> list[np.ndarray]:
     name, _, text = (piece.strip() for piece in spec.partition(":"))
     if name not in NAMED:
         raise ConfigError(f"topology: unknown name {name!r}; {_allowed()}")
-    return list(NAMED[name].build(size, **read_options(name, text, NAMED[name].options)))
+    return list(NAMED[name].build(size, **read_options("topology", name, text, NAMED[name].options)))
 
 
 def _is_graph(spec: Any) -> bool:

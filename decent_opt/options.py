@@ -1,8 +1,8 @@
-"""Options of a named topology, as text: "torus:4x8", "random-regular:degree=4,seed=1", "base:k=1".
+"""Options of something with a name, as text: "torus:4x8", "random-regular:degree=4,seed=1", "topk:share=0.01".
 
     name[:option[,option ...]]        option = key=value, or the value alone for the first option of a torus
 
-What cannot be read raises a ConfigError that names the topology, the value and what is allowed. An option may hold
+What cannot be read raises a ConfigError that names the field, the value and what is allowed. An option may hold
 a topology of its own (hierarchical:group=8,outer=base:k=1), which may then have one option.
 """
 
@@ -48,6 +48,18 @@ def whole(key: str, least: int, default: Any = REQUIRED) -> Option:
     return Option(key, read, f"a whole number from {least} on", default)
 
 
+def share(key: str, default: Any = REQUIRED) -> Option:
+    """A share of a whole: above 0, up to 1."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if not 0.0 < value <= 1.0:
+            raise ValueError
+        return value
+
+    return Option(key, read, "a number > 0 and <= 1", default)
+
+
 def choice(key: str, values: Sequence[str]) -> Option:
     """One of these words; the first is the default."""
 
@@ -71,8 +83,8 @@ def shape(key: str) -> Option:
     return Option(key, read, "rows x columns, as in 4x8", None, bare=True)
 
 
-def read_options(name: str, text: str, options: Sequence[Option]) -> dict[str, Any]:
-    """The value of each option of topology `name`, given the text after its colon."""
+def read_options(field: str, name: str, text: str, options: Sequence[Option]) -> dict[str, Any]:
+    """The value of each option of `name`, given the text after its colon; `field` is who is named in errors."""
     values: dict[str, Any] = {}
     by_key = {option.key: option for option in options}
     bare = next((option.key for option in options if option.bare), None)
@@ -81,19 +93,19 @@ def read_options(name: str, text: str, options: Sequence[Option]) -> dict[str, A
         if not equals and bare is not None:
             key, value = bare, key
         elif not equals:
-            raise ConfigError(f"topology: cannot read {part.strip()!r} of {name}; {_allowed(name, options)}")
+            raise ConfigError(f"{field}: cannot read {part.strip()!r} of {name}; {_allowed(name, options)}")
         if key not in by_key:
-            raise ConfigError(f"topology: {name} has no option {key!r}; {_allowed(name, options)}")
+            raise ConfigError(f"{field}: {name} has no option {key!r}; {_allowed(name, options)}")
         if key in values:
-            raise ConfigError(f"topology: {name} has {key!r} twice; give it once")
+            raise ConfigError(f"{field}: {name} has {key!r} twice; give it once")
         try:
             values[key] = by_key[key].read(value)
         except ValueError:
-            raise ConfigError(f"topology: {key} of {name} must be {by_key[key].allowed}, got {value!r}") from None
+            raise ConfigError(f"{field}: {key} of {name} must be {by_key[key].allowed}, got {value!r}") from None
     for option in options:
         if values.setdefault(option.key, option.default) is REQUIRED:
             raise ConfigError(
-                f"topology: {name} needs {option.key}=..., {option.allowed}; write {name}:{option.key}=4 for example"
+                f"{field}: {name} needs {option.key}=..., {option.allowed}; write {name}:{option.key}=4 for example"
             )
     return values
 
