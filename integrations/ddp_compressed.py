@@ -18,7 +18,7 @@ while n times the bits per element stays below about 64. To send less at any n, 
 # No `from __future__ import annotations` here: register_comm_hook compares the hook's annotations with the classes.
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,8 @@ class _Slot:
 
     index: int  # the same on all ranks
     layout: Layout
-    nbytes: int  # of its part of a message, a multiple of 8
+    nbytes: int  # of its part of a message
+    room: int  # the same, rounded up to a multiple of 8
     scale: float  # of Q
     residual: Tensor | None  # shaped like the parameter, in the same order in memory
 
@@ -164,12 +165,12 @@ class CompressedState:
             # Without a model, the order in which DDP shows them: the same on all ranks.
             index = self._index.setdefault(parameter, len(self._index))
             dtype, layout = wide(parameter.dtype), Layout.of(parameter.shape)
-            nbytes = -(-self.compressor.nbytes(layout, dtype) // 8) * 8
+            nbytes = self.compressor.nbytes(layout, dtype)
             scale, residual = 1.0, None
             if self.error_feedback:
                 scale = self.compressor.damping(layout)
                 residual = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            self._slots[parameter] = _Slot(index, layout, nbytes, scale, residual)
+            self._slots[parameter] = _Slot(index, layout, nbytes, -(-nbytes // 8) * 8, scale, residual)
         return self._slots[parameter]
 
     def _account(self, bucket: dist.GradBucket, message: Tensor, seconds: float) -> None:
@@ -237,14 +238,13 @@ class _Exchange:
         state = self.state
         if self.residuals:
             torch._foreach_add_(list(self.vectors), self.residuals)
-        message = self.p.new_zeros(_HEADER + sum(slot.nbytes for slot in self.slots), dtype=torch.uint8)
+        message = self.p.new_zeros(_HEADER + sum(slot.room for slot in self.slots), dtype=torch.uint8)
         least, most = torch.aminmax(self.p)
         message[:4].view(torch.float32).copy_(least * 0 + most * 0)  # NaN where anything is infinite or NaN
         message[4:8].view(torch.int32).fill_(self.step)
         self.p.nan_to_num_(0.0, 0.0, 0.0)
         for slot, vector, part in self._parts(message):
-            length = state.compressor.nbytes(slot.layout, vector.dtype)
-            state.compressor.encode(vector, slot.layout, part[:length], self._key(slot, state.rank))
+            state.compressor.encode(vector, slot.layout, part, self._key(slot, state.rank))
         return message
 
     def decode(self, messages: Tensor) -> Tensor:
@@ -254,10 +254,11 @@ class _Exchange:
             for tensor in (self.p, messages):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         flag = self._flag(messages)
+        bad = flag.isnan()
         if self.residuals:
             self._add(messages[state.rank], -1.0, state.rank)
             for residual, vector in zip(self.residuals, self.vectors, strict=True):
-                torch.where(flag.isnan(), residual, vector, out=residual)
+                torch.where(bad, residual, vector, out=residual)
         self.p.copy_(flag)
         for rank, message in enumerate(messages):
             self._add(message, 1.0 / state.size, rank)
@@ -278,12 +279,12 @@ class _Exchange:
         """p <- p + weight q of the worker that sent the message."""
         decode_add_ = self.state.compressor.decode_add_
         for slot, vector, part in self._parts(message):
-            length = self.state.compressor.nbytes(slot.layout, vector.dtype)
-            decode_add_(vector, slot.layout, part[:length], weight * slot.scale, self._key(slot, rank))
+            decode_add_(vector, slot.layout, part, weight * slot.scale, self._key(slot, rank))
 
-    def _parts(self, message: Tensor) -> Iterable[tuple[_Slot, Tensor, Tensor]]:
-        parts = message[_HEADER:].split([slot.nbytes for slot in self.slots])
-        return zip(self.slots, self.vectors, parts, strict=True)
+    def _parts(self, message: Tensor) -> Iterator[tuple[_Slot, Tensor, Tensor]]:
+        parts = message[_HEADER:].split([slot.room for slot in self.slots])
+        for slot, vector, part in zip(self.slots, self.vectors, parts, strict=True):
+            yield slot, vector, part[: slot.nbytes]
 
     def _key(self, slot: _Slot, rank: int) -> Key:
         return Key(self.state.seed, self.step, rank, slot.index)
