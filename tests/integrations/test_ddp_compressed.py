@@ -169,6 +169,19 @@ def test_steps_are_exchanged_backward_passes(ranks: RankPool) -> None:
     assert ranks.run(steps_counted, 2) == [(3, 3)] * 2
 
 
+def uneven(rank: int) -> tuple[int, Tensor]:
+    model, state = wrap(net(), "sign")
+    with model.join():
+        train(model, sgd(model), rank, range(3 + 2 * rank))
+    return state.step, flat(model)
+
+
+def test_a_worker_without_data_goes_on_exchanging_under_join(ranks: RankPool) -> None:
+    results = ranks.run(uneven, 3)
+    assert [step for step, _ in results] == [7, 7, 7]
+    assert all(torch.equal(parameters, results[0][1]) for _, parameters in results)
+
+
 def resumed(rank: int, folder: str, spec: str) -> bool:
     straight, straight_state = wrap(net(), spec)
     train(straight, sgd(straight), rank, range(10))
