@@ -33,6 +33,12 @@ ALLOWED = {
     "global_every": f"None or an integer {_COUNT.format(1)}",
     "outer_momentum": "a number >= 0 and < 1",
     "momentum_sync": '"local" or "average"',
+    "algorithm": '"pd" or "cpd"',
+    "compressor": 'a name ("sign", "topk:share=0.01", ...) or a Compressor, and algorithm="cpd"',
+    "order": '"paper" or "fresh"',
+    "gamma": 'None, a number > 0 and <= 1, "theory" or "auto"',
+    "dense": "a list of patterns of parameter names",
+    "seed": "an integer from -2**63 to 2**63 - 1",
     "buffers": '"average", "broadcast" or "local"',
     "overlap_steps": "an integer from 0 to the shortest period",
     "message_dtype": 'None, "bfloat16" or "float16"',
@@ -57,6 +63,7 @@ _PERIOD_SCHEMA = {
     ]
 }
 _MATRIX_SCHEMA = {"type": "array", "items": {"type": "array", "items": {"type": "number", "minimum": 0}}}
+_COMPRESSOR_SCHEMA = {"type": "string", "minLength": 1}
 _ONE_ROUND = [{"type": "string", "minLength": 1}, _MATRIX_SCHEMA]
 _TOPOLOGY_SCHEMA = {"anyOf": [*_ONE_ROUND, {"type": "array", "minItems": 1, "items": {"anyOf": _ONE_ROUND}}]}
 
@@ -90,6 +97,27 @@ class DecentConfig(BaseModel):
 
     momentum_sync: Literal["local", "average"] = "local"
     """"local" keeps the momentum on its worker (the paper); "average" mixes it with the same W."""
+
+    algorithm: Literal["pd", "cpd"] = "pd"
+    """"pd" sends parameters (PD-SGDM); "cpd" sends compressed differences to public copies (CPD-SGDM)."""
+
+    compressor: Any = Field(default="sign", json_schema_extra=lambda schema: _replace(schema, _COMPRESSOR_SCHEMA))
+    """cpd: what is done to the differences, a name with options or a `Compressor`; `decent-opt compressors` lists
+    them."""
+
+    order: Literal["paper", "fresh"] = "paper"
+    """cpd: "paper" mixes with the copies of the last round, and its messages travel during the next local steps;
+    "fresh" sends first, waits, and mixes with the new ones."""
+
+    gamma: float | Literal["theory", "auto"] | None = None
+    """cpd: the consensus step size, 0 < gamma <= 1; None: what suits the compressor; "theory": provably stable, and 30
+    to 500 times smaller; "auto": tuned upward as long as the copies follow."""
+
+    dense: list[str] = []
+    """cpd: parameters whose names match one of these patterns ("*.bias", "*norm*") are sent uncompressed."""
+
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    """cpd: of random compressors."""
 
     buffers: Literal["average", "broadcast", "local"] = "average"
     """The model's floating-point buffers (normalisation statistics): "average" mixes them in rounds like parameters and
@@ -126,6 +154,19 @@ class DecentConfig(BaseModel):
             raise ConfigError(f"overlap_steps: allowed is {allowed}, got {self.overlap_steps}")
         if self.overlap_steps and self.momentum_sync == "average":
             raise ConfigError("momentum_sync: allowed is \"local\" with overlap_steps, got 'average'")
+        self._check_algorithm()
+
+    def _check_algorithm(self) -> None:
+        """Nothing that the algorithm does not have may be asked of it."""
+        elsewhere: dict[str, dict[str, tuple[object, str]]] = {
+            "pd": dict.fromkeys(("compressor", "order", "gamma", "dense", "seed"), (None, "nothing")),
+            "cpd": {"overlap_steps": (0, "0"), "message_dtype": (None, "None"), "momentum_sync": ("local", '"local"')},
+        }
+        for name, (value, allowed) in elsewhere[self.algorithm].items():
+            if name in self.model_fields_set and getattr(self, name) != value:
+                raise ConfigError(
+                    f'{name}: allowed is {allowed} with algorithm="{self.algorithm}", got {shown(getattr(self, name))}'
+                )
 
     @classmethod
     def load(cls, source: Source = None, /, **overrides: Any) -> DecentConfig:
@@ -164,6 +205,8 @@ class DecentConfig(BaseModel):
         spec: Any = values.get("topology")
         if hasattr(spec, "matrix") and hasattr(spec, "period"):
             values["topology"] = [np.asarray(spec.matrix(round)).tolist() for round in range(spec.period)]
+        if hasattr(values.get("compressor"), "spec"):
+            values["compressor"] = values["compressor"].spec
         return values
 
     @classmethod
@@ -200,6 +243,21 @@ class DecentConfig(BaseModel):
         if starts[0] != 0 or starts != sorted(set(starts)):
             raise ValueError
         return checked if segments is value else checked[0][1]
+
+    @field_validator("gamma", mode="before")
+    @classmethod
+    def _check_gamma(cls, value: object) -> object:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value <= 1:
+            raise ValueError
+        return float(value) if type(value) is int else value
+
+    @field_validator("compressor", mode="before")
+    @classmethod
+    def _check_compressor(cls, value: object) -> object:
+        # Names are for the compressors to know, and objects pass.
+        if (isinstance(value, str) and value.strip()) or hasattr(value, "decode_add_"):
+            return value
+        raise ValueError
 
     @field_validator("topology", mode="before")
     @classmethod

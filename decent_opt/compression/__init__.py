@@ -8,6 +8,7 @@ from __future__ import annotations
 from decent_opt.compression.base import Compressor, Key, Layout, row_of
 from decent_opt.compression.dense import Identity
 from decent_opt.compression.registry import CompressorSpec, make_compressor, names, register
+from decent_opt.compression.sign import Sign
 
 __all__ = [
     "Compressor",
@@ -15,6 +16,7 @@ __all__ = [
     "Identity",
     "Key",
     "Layout",
+    "Sign",
     "make_compressor",
     "names",
     "register",

@@ -133,6 +133,12 @@ class Compressor(ABC):
     def gamma(self) -> float:
         """Consensus step size to begin with in CPD-SGDM."""
 
+    @property
+    def spec(self) -> str:
+        """The text that makes it: name:option=value,..."""
+        given = ",".join(f"{o.key}={getattr(self, o.key)}" for o in self.options)
+        return f"{self.name}:{given}" if given else self.name
+
     def bits(self, layout: Layout, dtype: torch.dtype = torch.float32) -> float:
         """Bits per element that are sent."""
         return 8 * self.nbytes(layout, dtype) / max(1, layout.numel)

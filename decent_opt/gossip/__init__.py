@@ -1,6 +1,7 @@
-"""One round of mixing, in two phases: `PeriodicGossip` (dense, PD-SGDM), `OverlappedGossip`, and exact averages."""
+"""One round of mixing, in two phases: dense (PD-SGDM), overlapped, compressed (CPD-SGDM); and exact averages."""
 
 from decent_opt.gossip.buckets import Bucket, make_buckets
+from decent_opt.gossip.compressed import CompressedGossip, Mixable, restart
 from decent_opt.gossip.exact import average_, broadcast_
 from decent_opt.gossip.exchange import Mixing
 from decent_opt.gossip.hosts import HostGossip
@@ -9,7 +10,9 @@ from decent_opt.gossip.periodic import PeriodicGossip
 
 __all__ = [
     "Bucket",
+    "CompressedGossip",
     "HostGossip",
+    "Mixable",
     "Mixing",
     "OverlappedGossip",
     "PeriodicGossip",
@@ -17,4 +20,5 @@ __all__ = [
     "average_",
     "broadcast_",
     "make_buckets",
+    "restart",
 ]

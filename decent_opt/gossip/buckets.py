@@ -91,7 +91,10 @@ class Bucket:
 
 
 def make_buckets(
-    tensors: Iterable[Tensor], limit_bytes: int, remainders: Iterable[Tensor | None] | None = None
+    tensors: Iterable[Tensor],
+    limit_bytes: int,
+    remainders: Iterable[Tensor | None] | None = None,
+    rows: Iterable[int] | None = None,
 ) -> list[Bucket]:
     """Cut tensors, in their order, into buckets of at most `limit_bytes` (at least one element).
 
@@ -102,6 +105,7 @@ def make_buckets(
         limit_bytes: upper limit of the length of one bucket. A tensor whose elements do not lie densely in
             memory is never cut.
         remainders: for each tensor its remainder, of the same shape and memory order, or None.
+        rows: for each tensor the elements of a row; a cut falls between rows where a whole row fits.
 
     Raises:
         ConfigError: a dtype cannot be mixed, or a tensor's elements share memory (an expanded tensor).
@@ -110,7 +114,8 @@ def make_buckets(
     buckets: list[Bucket] = []
     tensors = list(tensors)
     companions = list(remainders) if remainders is not None else [None] * len(tensors)
-    for index, (tensor, remainder) in enumerate(zip(tensors, companions, strict=True)):
+    grains = list(rows) if rows is not None else [1] * len(tensors)
+    for index, (tensor, remainder, grain) in enumerate(zip(tensors, companions, grains, strict=True)):
         check_mixable(tensor)
         flat, is_copy = flatten(tensor)
         if flat.numel() == 0:
@@ -125,6 +130,7 @@ def make_buckets(
                 bucket = open_buckets[kind] = Bucket(flat.dtype, flat.device)
                 buckets.append(bucket)
             room = limit - bucket.numel
+            room = room // grain * grain or (room if grain > limit else 0)
             if room <= 0 or (is_copy and bucket.pieces and flat.numel() > room):
                 del open_buckets[kind]
                 continue

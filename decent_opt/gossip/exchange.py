@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from decent_opt.communication import Transport
+from decent_opt.communication import Traffic, Transport
 from decent_opt.gossip.buckets import Bucket
 from decent_opt.gossip.message import HEADER_BYTES, check, payload, stamp
 from decent_opt.monitoring.ranges import phase
@@ -36,6 +36,8 @@ class Mixing:
             If the deviations of the workers are independent with norm s, the correction has norm
             s sqrt((1 - w_kk)^2 + sum_{j != k} w_kj^2); `spread` solves for s.
         identical: in round 0, whether all neighbours have sent exactly what this worker has; None in later rounds.
+        error: with public copies, ||x - xhat||^2 before the round's message (0-d); else None.
+        empty_from: peers whose update was empty, because it was not finite.
     """
 
     sent: dict[int, int] = field(default_factory=dict)
@@ -45,6 +47,14 @@ class Mixing:
     decode_seconds: float = 0.0
     spread: Tensor = field(default_factory=lambda: torch.zeros(()))
     identical: bool | None = None
+    error: Tensor | None = None
+    empty_from: list[int] = field(default_factory=list)
+
+    def count(self, traffic: Traffic) -> None:
+        """Add what an exchange has moved."""
+        _add_into(self.sent, traffic.sent)
+        _add_into(self.received, traffic.received)
+        _add_into(self.wait_seconds, traffic.wait_seconds)
 
     def estimate_spread(self, corrections: list[Tensor], peers: Peers) -> None:
         """Set `spread` from the norms of the corrections that the buckets got."""
@@ -92,12 +102,9 @@ class BucketExchange:
     def mixed(self, into: Tensor) -> Tensor:
         """Wait for the neighbours and return `into` = sum_j w_kj q_j, of shape (numel,), float32 at least."""
         with phase("wait"):
-            traffic = self._pending.wait()
+            self.mixing.count(self._pending.wait())
         for peer, message in self._incoming.items():
             check(message, self.round, peer, self.transport.rank)
-        _add_into(self.mixing.sent, traffic.sent)
-        _add_into(self.mixing.received, traffic.received)
-        _add_into(self.mixing.wait_seconds, traffic.wait_seconds)
         if self.mixing.identical:
             own = payload(self._message)
             self.mixing.identical = all(torch.equal(payload(m), own) for m in self._incoming.values())

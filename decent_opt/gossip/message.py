@@ -1,7 +1,8 @@
 """The message of one bucket: a 32-byte header and the payload, in one uint8 buffer.
 
 The header is four int64: (magic, round, payload bytes, sender). A receive buffer that is longer than what arrives
-is filled in part without an error by the backends, so the length has to be said and checked.
+is filled in part without an error by the backends, so the length has to be said and checked. The next number after
+the magic marks an empty update: its sender had values that are not finite, and keeps them to itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from decent_opt.errors import PeerLost
 
 HEADER_BYTES = 32
 _MAGIC = 0x4445434E54_01  # "DECNT", version 1 of the format
+_EMPTY = _MAGIC + (1 << 48)
 
 
 def payload(message: Tensor) -> Tensor:
@@ -26,6 +28,16 @@ def stamp(message: Tensor, round: int, sender: int) -> None:
     message[:HEADER_BYTES].view(torch.int64).copy_(values)
 
 
+def flag_empty(message: Tensor, empty: Tensor) -> None:
+    """Mark a stamped message as an empty update where `empty`, (0-d, bool), holds; the host is not stopped."""
+    message[:8].view(torch.int64).add_(empty.to(torch.int64), alpha=_EMPTY - _MAGIC)
+
+
+def is_empty(message: Tensor) -> bool:
+    """Is this an empty update? On an accelerator the answer is no, and its zeros are decoded like all others."""
+    return message.device.type == "cpu" and int(message[:8].view(torch.int64)) == _EMPTY
+
+
 def check(message: Tensor, round: int, sender: int, me: int) -> None:
     """Raise `PeerLost` unless this is the expected message of `sender` in `round`.
 
@@ -36,7 +48,7 @@ def check(message: Tensor, round: int, sender: int, me: int) -> None:
         return
     magic, got_round, got_bytes, got_sender = message[:HEADER_BYTES].view(torch.int64).tolist()
     expected = message.numel() - HEADER_BYTES
-    if magic != _MAGIC:
+    if magic not in (_MAGIC, _EMPTY):
         problem = "is not a decent-opt message of this version"
     elif got_round != round:
         problem = f"belongs to round {got_round}: the ranks are out of step"

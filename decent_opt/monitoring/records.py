@@ -27,7 +27,10 @@ class RoundRecord:
         encode_seconds, decode_seconds: time to fill messages, and to mix what came.
         wait_seconds: time per peer until its message was there. On CUDA the host does not wait: launch time only.
         distance: estimate of this worker's Euclidean distance to the workers' average before the round, from what
-            was exchanged; exact independence of the workers is assumed (`gossip.periodic.Mixing.spread`).
+            was exchanged; exact independence of the workers is assumed (`gossip.exchange.Mixing.spread`).
+        compressor: what the messages were encoded with; None where parameters were sent.
+        gamma: consensus step size of CPD-SGDM, else None.
+        error: CPD-SGDM: ||x - xhat||^2 before the message was made; else None.
     """
 
     kind: str
@@ -40,6 +43,9 @@ class RoundRecord:
     wait_seconds: dict[int, float] = field(default_factory=dict)
     decode_seconds: float = 0.0
     distance: Tensor | None = field(default=None, compare=False)
+    compressor: str | None = None
+    gamma: float | None = None
+    error: Tensor | None = field(default=None, compare=False)
 
     @property
     def consensus_distance(self) -> float | None:
@@ -49,6 +55,7 @@ class RoundRecord:
     def as_dict(self) -> dict[str, Any]:
         """A flat, JSON-ready copy."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "distance"}
+        values["error"] = None if self.error is None else float(self.error)
         return {**values, "consensus_distance": self.consensus_distance}
 
 

@@ -47,7 +47,7 @@ class Decentralized(torch.optim.Optimizer):
         process_group: the workers that mix; default the whole world. Or `Hosts`, whose ranks hold the same parameters
             inside a host, because their gradients are averaged there at every step (see `decentralize`).
         options: the fields of `DecentConfig`: period, topology, warmup_steps, global_every, outer_momentum,
-            momentum_sync, bucket_mb, timeout, sync_init.
+            momentum_sync, algorithm, compressor, order, gamma, bucket_mb, timeout, sync_init ...
 
     Raises:
         ConfigError: an option is not allowed, or a parameter's dtype cannot be averaged.
@@ -191,7 +191,7 @@ class Decentralized(torch.optim.Optimizer):
         self.base.load_state_dict(state_dict)
         restore_own_entries(self.base, state_dict)
         if self._rounds is not None:
-            self._rounds.enter_hyperparameters()
+            self._rounds.enter_loaded()
 
     # The base runs these hooks, around its own work; they are told of the optimizer that the user knows.
     def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:

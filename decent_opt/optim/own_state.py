@@ -3,6 +3,7 @@
     decent_x_prev, decent_outer_momentum     outer momentum (outer.py)
     decent_remainder                         what a 16-bit parameter lacks to its float32 value, 0 at first
     decent_correction                        of a round in flight, when the state is saved before it is applied
+    decent_public_copy, decent_pull          CPD-SGDM: xhat, and z = sum_j w_kj (xhat_j - xhat_k)
 
 They are made at the first step, together with the base's state. Torch's optimizers make theirs for a parameter when
 `len(state[param]) == 0`, so ours are hidden while the base steps a parameter for the first time.
@@ -17,30 +18,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decent_opt.gossip.buckets import flatten
 from decent_opt.optim import outer
 from decent_opt.optim.hyperparameters import OURS
 from decent_opt.optim.replica import OWN_PREFIX
 
 REMAINDER = OWN_PREFIX + "remainder"
 CORRECTION = OWN_PREFIX + "correction"
+COPY = OWN_PREFIX + "public_copy"
+PULL = OWN_PREFIX + "pull"
 _NOTHING = nullcontext()
 
 
 class OwnState:
-    """Creates our entries and hides them where the base must not see them yet."""
+    """Creates our entries and hides them where the base must not see them yet; `public_copies`: CPD-SGDM's, too."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, public_copies: bool = False) -> None:
+        self.optimizer, self.public_copies = optimizer, public_copies
         self._bare: list[Tensor] = []
 
     def create(self, parameters: Iterable[Tensor], outer_momentum: bool) -> None:
-        """Make the entries that are missing: x_prev = x, v = 0, remainder = 0."""
+        """Make the entries that are missing: x_prev = x, v = 0, remainder = 0; xhat = x, z = 0."""
         state = self.optimizer.state
         for parameter in parameters:
             if parameter.dtype.itemsize == 2 and REMAINDER not in state.get(parameter, {}):
-                state[parameter][REMAINDER] = torch.zeros_like(parameter, dtype=torch.float32)
+                state[parameter][REMAINDER] = like(parameter, torch.float32)
             if outer_momentum and outer.X_PREV not in state.get(parameter, {}):
                 outer.create(state[parameter], parameter)
+            if self.public_copies and COPY not in state.get(parameter, {}):
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                state[parameter][COPY] = like(parameter, wide).copy_(parameter.detach())
+                state[parameter][PULL] = like(parameter, wide)
+                if (remainder := state[parameter].get(REMAINDER)) is not None:
+                    state[parameter][COPY].add_(remainder)
         self._bare = [p for p, entries in state.items() if _is_bare(entries)]
 
     def hidden(self) -> AbstractContextManager[None]:
@@ -66,7 +76,7 @@ class OwnState:
         """Make room for a correction per parameter."""
         for parameter in parameters:
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            self.optimizer.state[parameter][CORRECTION] = torch.zeros_like(parameter, dtype=wide)
+            self.optimizer.state[parameter][CORRECTION] = like(parameter, wide)
         self._bare = [p for p, entries in self.optimizer.state.items() if _is_bare(entries)]
         return [self.optimizer.state[p][CORRECTION] for p in parameters]
 
@@ -78,6 +88,13 @@ class OwnState:
             if not state[parameter]:
                 del state[parameter]
         return found
+
+
+def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the parameter's shape, in the order of elements in which its bucket has them."""
+    if flatten(parameter)[1]:
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    return torch.zeros_like(parameter, dtype=dtype)
 
 
 def restore_own_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

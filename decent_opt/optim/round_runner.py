@@ -2,6 +2,8 @@
 
 every p-th step:  x_k <- sum_j w_kj x_j   (or an exact average every H-th round), then outer momentum
 with overlap:     the exchange is started, and its correction is applied when it is due
+
+`CompressedRunner` (compressed_runner.py) replaces the exchange by that of CPD-SGDM.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from torch import Tensor
 
 from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
 from decent_opt.config import DecentConfig
-from decent_opt.gossip import Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_
+from decent_opt.gossip import CompressedGossip, Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import outer
-from decent_opt.optim.hyperparameters import DUE, ROUND, STEP
+from decent_opt.optim.hyperparameters import DUE, GAMMA, ROUND, STEP
 from decent_opt.optim.own_state import REMAINDER, OwnState
 from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.schedule import is_exact_average
@@ -41,14 +43,14 @@ class RoundRunner:
         replica: Replica,
         config: DecentConfig,
         transport: Transport,
-        gossip: PeriodicGossip | OverlappedGossip,
+        gossip: PeriodicGossip | OverlappedGossip | CompressedGossip,
         monitor: Monitor,
         buffers: Callable[[], Sequence[Tensor]],
     ) -> None:
         self.optimizer, self.replica, self.config = replica.optimizer, replica, config
         self.transport, self.gossip, self.monitor, self._buffers = transport, gossip, monitor, buffers
         self.bucket_bytes = int(config.bucket_mb * 1e6)
-        self.own = OwnState(self.optimizer)
+        self.own = OwnState(self.optimizer, public_copies=config.algorithm == "cpd")
         self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
         self._last_mixed = self._mixed()
         self._layout = describe(self._last_mixed)
@@ -64,24 +66,35 @@ class RoundRunner:
         self.settle()
         tensors = self._mixed()
         self._agree_on_layout(tensors)
-        group, round = self.group, self.group[ROUND]
+        round = self.group[ROUND]
         self._set(ROUND, round + 1)
-        parameters, mixed = list(self.replica.trainable().values()), list(tensors.values())
-        remainders = self.own.remainders(mixed)
-        if is_exact_average(round, group["global_every"]):
-            began = time.perf_counter()
-            sent = average_(self.transport, mixed, self.bucket_bytes, remainders)
-            kind, mixing = "average", exact_mixing(sent, began)
-        else:
-            self.gossip.start(mixed, round, remainders)
-            if self.config.overlap_steps:
-                self._in_flight = (round, mixed)
-                self._set(DUE, group[STEP] + self.config.overlap_steps)
-                return
-            kind, mixing = "gossip", self.gossip.finish()
-            _warn_if_identical(mixing, self.transport.rank)
+        if not self._wants_exact_average(round):
+            self._gossip(list(tensors.values()), round)
+            return
+        began, parameters, mixed = time.perf_counter(), list(self.replica.trainable().values()), list(tensors.values())
+        sent = average_(self.transport, mixed, self.bucket_bytes, self.own.remainders(mixed))
+        self.are_equal()
         self._outer_step(parameters)
-        self.record(kind, round, mixing, parameters)
+        self.record("average", round, exact_mixing(sent, began), parameters)
+
+    def _wants_exact_average(self, round: int) -> bool:
+        return is_exact_average(round, self.group["global_every"])
+
+    def are_equal(self) -> None:
+        """Called when all workers hold the same parameters: after an exact average, and at the end of the warm-up."""
+
+    def _gossip(self, mixed: list[Tensor], round: int) -> None:
+        assert not isinstance(self.gossip, CompressedGossip)
+        self.gossip.start(mixed, round, self.own.remainders(mixed))
+        if self.config.overlap_steps:
+            self._in_flight = (round, mixed)
+            self._set(DUE, self.group[STEP] + self.config.overlap_steps)
+            return
+        mixing = self.gossip.finish()
+        self._warn_if_identical(mixing)
+        parameters = list(self.replica.trainable().values())
+        self._outer_step(parameters)
+        self.record("gossip", round, mixing, parameters)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -92,8 +105,9 @@ class RoundRunner:
         if self._in_flight is not None:
             round, parameters = self._in_flight
             self._in_flight = None
+            assert isinstance(self.gossip, OverlappedGossip)
             mixing = self.gossip.finish()
-            _warn_if_identical(mixing, self.transport.rank)
+            self._warn_if_identical(mixing)
             self._outer_step(parameters)
             self.record("gossip", round, mixing, parameters)
         else:
@@ -133,7 +147,7 @@ class RoundRunner:
         tensors = self.replica.trainable()
         if self.group["momentum_sync"] == "average":
             tensors |= self.replica.momenta()
-        if not self.config.overlap_steps:
+        if not self.config.overlap_steps and self.config.algorithm == "pd":
             tensors |= {f"buffer {i}": b for i, b in enumerate(self._buffers())}
         return tensors
 
@@ -151,11 +165,25 @@ class RoundRunner:
             self._layout = layout
         self._last_mixed = tensors
 
+    @property
+    def codec(self) -> str | None:
+        """What the messages of a round are encoded with; None where parameters are sent."""
+        return None
+
     def left_behind(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """Parameters that were mixed in the last round and are not in `tensors`."""
         now = {id(t) for t in tensors.values()}
         known = self.replica.parameters()
         return [t for name, t in self._last_mixed.items() if name in known and id(t) not in now]
+
+    def _warn_if_identical(self, mixing: Mixing) -> None:
+        if mixing.identical:
+            logger.warning(
+                "rank %d: after the first local steps this worker and its neighbours hold exactly the same parameters; "
+                "do all ranks train on the same data? Give each its own shard (DistributedSampler, or another seed per "
+                "rank)",
+                self.transport.rank,
+            )
 
     def record(self, kind: str, round: int, mixing: Mixing, mixed: Iterable[Tensor]) -> None:
         """Pass on what an exchange of these parameters or gradients cost."""
@@ -171,6 +199,9 @@ class RoundRunner:
                 wait_seconds=mixing.wait_seconds,
                 decode_seconds=mixing.decode_seconds,
                 distance=mixing.spread if kind == "gossip" else None,
+                compressor=self.codec if kind == "gossip" else None,
+                gamma=self.group[GAMMA] if kind == "gossip" else None,
+                error=mixing.error,
             )
         )
 
@@ -179,12 +210,3 @@ def exact_mixing(sent: int, began: float) -> Mixing:
     """What an exact average since `began` cost; it does not tell peers apart."""
     seconds = time.perf_counter() - began
     return Mixing(sent={-1: sent}, received={-1: sent}, wait_seconds={-1: seconds})
-
-
-def _warn_if_identical(mixing: Mixing, rank: int) -> None:
-    if mixing.identical:
-        logger.warning(
-            "rank %d: after the first local steps this worker and its neighbours hold exactly the same parameters; do "
-            "all ranks train on the same data? Give each its own shard (DistributedSampler, or another seed per rank)",
-            rank,
-        )

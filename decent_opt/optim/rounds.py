@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport, agreement
+from decent_opt.compression import Compressor, make_compressor
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
 from decent_opt.gossip import (
+    CompressedGossip,
     HostGossip,
     OverlappedGossip,
     PeriodicGossip,
@@ -29,8 +32,10 @@ from decent_opt.gossip import (
 from decent_opt.gossip.buckets import MIXABLE
 from decent_opt.monitoring import Monitor
 from decent_opt.optim import consensus, hyperparameters, outer
+from decent_opt.optim.compressed_runner import CompressedRunner
 from decent_opt.optim.gradients import LearnsFromAverages, average_gradients_
-from decent_opt.optim.hyperparameters import DUE, ROUND, STEP
+from decent_opt.optim.hyperparameters import DUE, MATRIX, ROUND, STEP
+from decent_opt.optim.own_state import COPY
 from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.round_runner import RoundRunner, exact_mixing
 from decent_opt.optim.schedule import round_is_due
@@ -71,6 +76,7 @@ class Rounds:
         self.monitor, self._model, self._buffers = monitor, model, list(buffers)
         self.replica = Replica(optimizer, model)
         self._learner = optimizer if isinstance(optimizer, LearnsFromAverages) else None
+        self._gamma: float | None = None
         with agreement(transport) as claims:
             if isinstance(config, ConfigError):
                 raise config
@@ -78,10 +84,18 @@ class Rounds:
             self.bucket_bytes = int(config.bucket_mb * 1e6)
             for group in optimizer.param_groups[1:]:
                 hyperparameters.check_alike(optimizer.param_groups[0], group)
-            claims.update({name: repr(value) for name, value in self.enter_hyperparameters().items()})
             topology = make_topology(config.topology, transport.size)
+            self._matrix = f"{topology.name} {_digest(topology)}"
+            compressor = self._make_compressor(topology) if config.algorithm == "cpd" else None
+            claims.update({name: repr(value) for name, value in self.enter_hyperparameters().items()})
             gossip = self._make_gossip(topology)
-            claims["topology"] = f"{topology.name} {_digest(topology)}"
+            claims["topology"] = self._matrix
+            claims["algorithm"] = config.algorithm
+            if compressor is not None:
+                claims["compressor"] = compressor.spec
+                claims.update({name: repr(getattr(config, name)) for name in ("order", "dense", "seed")})
+                if fresh and not config.sync_init and transport.size > 1:
+                    claims.update(_digests(self.replica.parameters()))
             claims["base optimizer"] = type(optimizer).__name__
             claims["bucket_mb"] = repr(config.bucket_mb)
             claims["sync_init"] = repr(config.sync_init)
@@ -100,7 +114,14 @@ class Rounds:
             outside = [] if model is None else list(model.parameters())
             everything = {id(t): t for t in (*self.replica.parameters().values(), *outside, *self.buffers)}
             broadcast_(transport, list(everything.values()), self.bucket_bytes)
-        self.runner = RoundRunner(self.replica, self.config, transport, gossip, monitor, self._mixed_buffers)
+        if compressor is None:
+            self.runner = RoundRunner(self.replica, self.config, transport, gossip, monitor, self._mixed_buffers)
+        else:
+            assert isinstance(gossip, CompressedGossip)
+            self.runner = CompressedRunner(
+                self.replica, self.config, transport, gossip, monitor, self._mixed_buffers, compressor
+            )
+        self._check_copies()
         self._entries_ready = False
 
     def close(self) -> None:
@@ -110,7 +131,37 @@ class Rounds:
             if transport is not None:
                 transport.close()
 
-    def _make_gossip(self, topology: Topology) -> PeriodicGossip | OverlappedGossip:
+    def _make_compressor(self, topology: Topology) -> Compressor:
+        """The compressor of CPD-SGDM, after a check that the rest of the configuration goes with it."""
+        if self.inside is not None:
+            raise ConfigError('algorithm: allowed is "pd" with hosts, got "cpd"')
+        W = topology.matrix(0)
+        if topology.period > 1 or not np.array_equal(W, W.T):
+            why = f"changes over {topology.period} rounds" if topology.period > 1 else "is directed"
+            raise ConfigError(
+                'topology: algorithm="cpd" needs one symmetric W for all rounds, because public copies are kept of it, '
+                f'got {topology.name}, which {why}; take ring, torus, hypercube or complete, or algorithm="pd"'
+            )
+        compressor = make_compressor(self.config.compressor)
+        gamma = self.config.gamma
+        self._gamma = compressor.gamma if gamma is None else float(gamma)
+        return compressor
+
+    def _check_copies(self) -> None:
+        """After loading: are there copies, and for this W? Else the next round takes an exact average and restarts."""
+        if not isinstance(self.runner, CompressedRunner):
+            return
+        known = self.group[MATRIX] in (None, self._matrix)
+        if self.group[ROUND]:
+            state = self.optimizer.state
+            known = known and all(COPY in state.get(p, {}) for p in self.replica.trainable().values())
+        self.runner.copies_are_known = self.runner.copies_are_known and known
+        for group in self.optimizer.param_groups:
+            group[MATRIX] = self._matrix
+
+    def _make_gossip(self, topology: Topology) -> PeriodicGossip | OverlappedGossip | CompressedGossip:
+        if self.config.algorithm == "cpd":
+            return CompressedGossip(self.transport, topology, self.bucket_bytes, self.config.seed)
         overlap = self.config.overlap_steps
         dtype = getattr(torch, self.config.message_dtype) if self.config.message_dtype else None
         if self.inside is None:
@@ -137,10 +188,15 @@ class Rounds:
 
     def enter_hyperparameters(self) -> dict[str, Any]:
         """Write hyperparameters and counters into every group; the first group's win."""
-        in_force = hyperparameters.enter(self.optimizer.param_groups, self.config)
+        in_force = hyperparameters.enter(self.optimizer.param_groups, self.config, self._gamma)
         self._entries_ready = False
         self._warming = in_force[STEP] < in_force["warmup_steps"]
         return in_force
+
+    def enter_loaded(self) -> None:
+        """After `load_state_dict`: what was loaded is in force from here on."""
+        self.enter_hyperparameters()
+        self._check_copies()
 
     def admit(self, group: dict[str, Any]) -> None:
         """Take in a parameter group that was just added; collective: every rank adds it at the same step."""
@@ -198,6 +254,7 @@ class Rounds:
             parameters = list(self.replica.trainable().values())
             self.runner.own.create(parameters, outer_momentum=True)
             outer.restart(self.optimizer, parameters)
+        self.runner.are_equal()
         if self._learner is not None:
             self._learner.end_warmup(self.transport.size)
 
@@ -249,6 +306,7 @@ class Rounds:
             state = self.optimizer.state
             outers = [state[t][k] for t in tensors for k in (outer.X_PREV, outer.VELOCITY) if k in state.get(t, {})]
             average_(self.transport, [*tensors, *outers], self.bucket_bytes, [*remainders, *[None] * len(outers)])
+            self.runner.are_equal()
             if self.config.buffers == "broadcast":
                 broadcast_(self.transport, self.buffers, self.bucket_bytes)
 
@@ -268,6 +326,16 @@ class Rounds:
             return 0.0
         tensors = list(self.replica.trainable().values())
         return consensus.distance(self.transport, tensors, self.runner.own.remainders(tensors), self.bucket_bytes)
+
+
+def _digests(parameters: dict[str, Tensor]) -> dict[str, str]:
+    """A line per parameter about its values: public copies begin at x_0, which has to be equal on all ranks."""
+    return {
+        f"sync_init=False, start of {name}": hashlib.sha256(
+            p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:12]
+        for name, p in parameters.items()
+    }
 
 
 def _digest(topology: Topology) -> str:

@@ -5,9 +5,19 @@
 
 from __future__ import annotations
 
+from decent_opt.simulation.compressed import CompressedTwin, ExplicitCopiesTwin
 from decent_opt.simulation.matrix import PeriodicTwin
 from decent_opt.simulation.quadratic import NoisyQuadratics, noisy_quadratics
 from decent_opt.simulation.rules import SGDM, AdamW
 from decent_opt.simulation.second_moment import SharedMomentAdamW
 
-__all__ = ["SGDM", "AdamW", "NoisyQuadratics", "PeriodicTwin", "SharedMomentAdamW", "noisy_quadratics"]
+__all__ = [
+    "SGDM",
+    "AdamW",
+    "CompressedTwin",
+    "ExplicitCopiesTwin",
+    "NoisyQuadratics",
+    "PeriodicTwin",
+    "SharedMomentAdamW",
+    "noisy_quadratics",
+]

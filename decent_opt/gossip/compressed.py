@@ -1,0 +1,221 @@
+"""One round of CPD-SGDM: only a compressed difference to a public copy travels (arXiv 2008.10435; Choco-SGD).
+
+    mix:      x_k    <- x_k + gamma z_k,       z_k = sum_j w_kj (xhat_j - xhat_k)
+    send:     q_k     = Q(x_k - xhat_k);       xhat_k <- xhat_k + q_k;     post q_k
+    absorb:   z_k    <- z_k + sum_j w_kj q_j - (1 - w_kk) q_k              when the neighbours' q_j are there
+
+The paper mixes with the copies of the last round: absorb, mix, send; so its messages are on their way during the p
+local steps until the next round. The fresh order of Choco-SGD is send, absorb, mix.
+
+Everybody knows everybody's public copy xhat in principle; what a worker needs of its neighbours' is the pull z alone.
+So the state is two vectors, xhat and z, whatever the degree; W has to be the same in every round. Since W is symmetric
+and doubly stochastic, sum_k z_k = 0, and mixing keeps the workers' average.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decent_opt.communication import Pending, Transport
+from decent_opt.compression import Compressor, Key, Layout, row_of
+from decent_opt.gossip.buckets import Bucket, flatten, make_buckets
+from decent_opt.gossip.exchange import Mixing
+from decent_opt.gossip.message import HEADER_BYTES, check, flag_empty, is_empty, payload, stamp
+from decent_opt.monitoring.ranges import phase
+from decent_opt.topology import Topology
+
+
+@dataclass(frozen=True)
+class Mixable:
+    """One parameter and what belongs to it, all of its shape.
+
+    Attributes:
+        x: the parameter.
+        copy: its public copy xhat, float32 at least.
+        pull: z, of the same dtype.
+        compressor: Q.
+        remainder: what a 16-bit x lacks to its float32 value, or None.
+    """
+
+    x: Tensor
+    copy: Tensor
+    pull: Tensor
+    compressor: Compressor
+    remainder: Tensor | None = None
+
+
+@dataclass
+class _Part:
+    """One bucket of parameters with their copies and pulls cut in the same way."""
+
+    bucket: Bucket
+    layout: Layout
+    compressor: Compressor
+    copies: list[Tensor]
+    pulls: list[Tensor]
+
+    @property
+    def place(self) -> int:
+        """A number that no other bucket of the round has, and that all ranks find: where it begins."""
+        index, start, _ = self.bucket.spans[0]
+        return (index << 40) + start
+
+
+@dataclass
+class _Posted:
+    """A bucket's messages on their way."""
+
+    part: _Part
+    message: Tensor
+    incoming: dict[int, Tensor]
+    pending: Pending
+
+
+class CompressedGossip:
+    """Mixes parameters with the neighbours of a topology through compressed differences.
+
+    Args:
+        transport: this worker's access to the others.
+        topology: of one symmetric mixing matrix.
+        bucket_bytes: upper limit of the parameters that one message is about.
+        seed: of random compressors; the same on all ranks.
+    """
+
+    def __init__(self, transport: Transport, topology: Topology, bucket_bytes: int, seed: int = 0) -> None:
+        self.transport, self.bucket_bytes, self.seed = transport, bucket_bytes, seed
+        self.peers = topology.peers(transport.rank, 0)
+        self._posted: list[_Posted] = []
+        self._round = -1
+        self._mixing = Mixing()
+
+    @property
+    def in_flight(self) -> int | None:
+        """The round whose messages have been posted and not absorbed, if there is one."""
+        return self._round if self._posted else None
+
+    def mix(self, mixables: Sequence[Mixable], gamma: float) -> None:
+        """x <- x + gamma z."""
+        for part in self._parts(mixables):
+            bucket = part.bucket
+            if bucket.dtype == bucket.wide and not bucket.scattered:
+                torch._foreach_add_(bucket.pieces, part.pulls, alpha=gamma)
+            else:
+                bucket.add(torch.cat(part.pulls).mul_(gamma))
+
+    def send(self, mixables: Sequence[Mixable], round: int) -> None:
+        """q = Q(x - xhat); xhat <- xhat + q; post q to the neighbours."""
+        self._round, self._mixing = round, Mixing()
+        squares, moved, parts = [], [], self._parts(mixables)
+        for part in parts:
+            began = time.perf_counter()
+            with phase("encode"):
+                nbytes = HEADER_BYTES + part.compressor.nbytes(part.layout, part.bucket.wide)
+                message = torch.empty(nbytes, dtype=torch.uint8, device=part.bucket.device)
+                stamp(message, round, self.transport.rank)
+                squares.append(self._encode(part, message))
+            self._mixing.encode_seconds += time.perf_counter() - began
+            incoming = {peer: torch.empty_like(message) for peer in self.peers.receive}
+            pending = self.transport.post(dict.fromkeys(self.peers.send, message), incoming, round)
+            self._posted.append(_Posted(part, message, incoming, pending))
+            moved.append(_norm(part.pulls))
+        if squares:
+            self._mixing.error = torch.stack([s.to(squares[0].device, torch.float64) for s in squares]).sum()
+        self._mixing.estimate_spread(moved, self.peers)
+
+    def absorb(self) -> Mixing:
+        """Wait for the neighbours' messages, and z <- z + sum_j w_kj q_j; return what the round did."""
+        for posted in self._posted:
+            with phase("wait"):
+                self._mixing.count(posted.pending.wait())
+            for peer, message in posted.incoming.items():
+                check(message, self._round, peer, self.transport.rank)
+            began = time.perf_counter()
+            with phase("decode"):
+                self._decode(posted)
+            self._mixing.decode_seconds += time.perf_counter() - began
+        self._posted = []
+        return self._mixing
+
+    def _encode(self, part: _Part, message: Tensor) -> Tensor:
+        """Fill the message and move the public copy; return ||x - xhat||^2, (0-d)."""
+        difference = torch.empty(part.bucket.numel, dtype=part.bucket.wide, device=part.bucket.device)
+        part.bucket.read(difference)
+        pieces = part.bucket.split(difference)
+        torch._foreach_sub_(pieces, part.copies)
+        square = torch.dot(difference, difference)
+        # A value that is not finite never leaves its worker and never enters a copy: the update is empty then.
+        finite = square.isfinite()
+        if difference.device.type != "cpu":
+            torch.where(finite, difference, torch.zeros_like(difference), out=difference)
+            flag_empty(message, ~finite)
+        elif not finite:
+            difference.zero_()
+            flag_empty(message, ~finite)
+        key = Key(self.seed, self._round, self.transport.rank, part.place)
+        part.compressor.encode(difference, part.layout, payload(message), key)
+        own = difference.zero_()
+        part.compressor.decode_add_(own, part.layout, payload(message), part.compressor.damping(part.layout), key)
+        torch._foreach_add_(part.copies, pieces)
+        torch._foreach_add_(part.pulls, pieces, alpha=self.peers.self_weight - 1.0)
+        return square
+
+    def _decode(self, posted: _Posted) -> None:
+        part = posted.part
+        pulled = torch.zeros(part.bucket.numel, dtype=part.bucket.wide, device=part.bucket.device)
+        damping = part.compressor.damping(part.layout)
+        for peer in sorted(posted.incoming):
+            message = posted.incoming[peer]
+            if is_empty(message):
+                self._mixing.empty_from.append(peer)
+                continue
+            key = Key(self.seed, self._round, peer, part.place)
+            weight = self.peers.receive[peer] * damping
+            part.compressor.decode_add_(pulled, part.layout, payload(message), weight, key)
+        torch._foreach_add_(part.pulls, part.bucket.split(pulled))
+
+    def _parts(self, mixables: Sequence[Mixable]) -> list[_Part]:
+        """Cut the parameters into buckets: those of one compressor together, small ones last, so that they adjoin."""
+        parts = []
+        for compressor in dict.fromkeys(m.compressor for m in mixables):
+            mine = [(place, m) for place, m in enumerate(mixables) if m.compressor == compressor]
+            mine.sort(key=lambda item: memory_row(item[1].x) == 1)
+            rows = [memory_row(m.x) for _, m in mine]
+            buckets = make_buckets([m.x for _, m in mine], self.bucket_bytes, [m.remainder for _, m in mine], rows)
+            for bucket in buckets:
+                runs = [(stop - start, _row(start, stop, rows[i])) for i, start, stop in bucket.spans]
+                copies = [flatten(mine[i][1].copy)[0][start:stop] for i, start, stop in bucket.spans]
+                pulls = [flatten(mine[i][1].pull)[0][start:stop] for i, start, stop in bucket.spans]
+                bucket.spans = [(mine[i][0], start, stop) for i, start, stop in bucket.spans]
+                parts.append(_Part(bucket, Layout.join(runs), compressor, copies, pulls))
+        return parts
+
+
+def restart(mixables: Iterable[Mixable]) -> None:
+    """xhat <- x, z <- 0; right only where all workers have the same x."""
+    for m in mixables:
+        m.copy.copy_(m.x.detach())
+        if m.remainder is not None:
+            m.copy.add_(m.remainder)
+        m.pull.zero_()
+
+
+def memory_row(tensor: Tensor) -> int:
+    """Elements of a row as they lie in memory: of one index of the outermost dimension; 1 for small tensors."""
+    if tensor.is_complex():
+        return 1
+    order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
+    return row_of([tensor.shape[d] for d in order])
+
+
+def _row(start: int, stop: int, row: int) -> int:
+    # A piece that was cut within a row has nothing to align to.
+    return row if start % row == 0 and stop - start >= row else 1
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.dot(t, t) for t in tensors]).sum().sqrt()
