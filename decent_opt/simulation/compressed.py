@@ -95,7 +95,7 @@ class CompressedTwin(PeriodicTwin):
 
 
 class ExplicitCopiesTwin(CompressedTwin):
-    """The same with `held[k, j]`: what worker k believes that the public copy of j is, for each j that it hears from."""
+    """The same with `held[k, j]`: the copy that worker k keeps of worker j, for each j that it hears from."""
 
     def restart(self, X: Tensor) -> None:
         n = self.topology.size

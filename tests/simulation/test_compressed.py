@@ -61,7 +61,7 @@ def test_identity_with_gamma_one_in_fresh_order_is_pd_sgdm(options):
     options = {"period": 2} | options
     dense = PeriodicTwin(START, PROBLEM.gradient, SGDM(0.02, momentum=0.9), make_topology("ring", 6), **options)
     twin = twin_of(operator=identity, gamma=1.0, order="fresh", **options)
-    for _ in range(60):
+    for _ in range(40):
         dense.step()
         twin.step()
         torch.testing.assert_close(twin.X, dense.X, **CLOSE)
@@ -75,7 +75,7 @@ def test_identity_with_gamma_one_in_fresh_order_is_pd_sgdm(options):
 def test_copies_of_ones_own_are_the_copies_that_all_agree_on(order, topology, operator, options):
     options = options | {"order": order, "topology": topology}
     agreed, own = twin_of(CompressedTwin, operator, **options), twin_of(ExplicitCopiesTwin, operator, **options)
-    for _ in range(60):
+    for _ in range(40):
         agreed.step()
         own.step()
         torch.testing.assert_close(own.X, agreed.X, **CLOSE)
@@ -89,12 +89,11 @@ def test_no_round_moves_the_average(order, operator):
     twin = twin_of(operator=operator, order=order, period=1)
     twin.gradient = zero_gradient
     twin.X = twin.X_prev = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 12)))
-    mean = twin.mean
+    mean, distance = twin.mean, twin.consensus_error
     for _ in range(100):
-        before = twin.X
         twin.step()
         torch.testing.assert_close(twin.mean, mean, **CLOSE)
-    assert twin.consensus_error < 1e-2 < (before - twin.X).abs().max() * 1e9  # and yet they mix
+    assert twin.consensus_error < distance / 100  # and yet they mix
 
 
 def test_by_hand():
