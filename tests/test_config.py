@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
-from decent_opt import PDSGDM, ConfigError, DecentConfig, Decentralized, Disagreement, LocalAdamW
+from decent_opt import CPDSGDM, PDSGDM, ConfigError, DecentConfig, Decentralized, Disagreement, LocalAdamW
 from decent_opt.config import ALLOWED
 from decent_opt.config_cli import app
 from decent_opt.config_sources import VARIABLE
@@ -100,6 +100,20 @@ BAD_VALUES: list[tuple[str, Any, str]] = [  # field, value, the value as it is s
     ("timeout", "forever", "'forever'"),
     ("timeout", None, "None"),
     ("timeout", np.float32("inf"), "inf"),
+    ("algorithm", "choco", "'choco'"),
+    ("algorithm", None, "None"),
+    ("compressor", 4, "4"),
+    ("compressor", " ", "' '"),
+    ("order", "stale", "'stale'"),
+    ("gamma", 0.0, "0.0"),
+    ("gamma", 1.5, "1.5"),
+    ("gamma", True, "True"),
+    ("gamma", "best", "'best'"),
+    ("gamma", float("nan"), "nan"),
+    ("dense", "*.bias", "'*.bias'"),
+    ("dense", [1], "[1]"),
+    ("seed", 0.5, "0.5"),
+    ("seed", 2**63, "9223372036854775808"),
     ("buffers", "mean", "'mean'"),
     ("buffers", None, "None"),
     ("overlap_steps", -1, "-1"),
@@ -138,6 +152,45 @@ def test_a_bad_value_is_named_with_its_field_and_what_is_allowed(field: str, val
 def test_the_table_of_what_is_allowed_has_every_field() -> None:
     assert ALLOWED.keys() == DecentConfig.model_fields.keys()
     assert {field for field, _, _ in BAD_VALUES} == ALLOWED.keys()
+
+
+ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [  # algorithm, option, what is allowed
+    ("pd", {"compressor": "topk"}, "nothing"),
+    ("pd", {"gamma": 0.4}, "nothing"),
+    ("pd", {"order": "paper"}, "nothing"),
+    ("cpd", {"overlap_steps": 2}, "0"),
+    ("cpd", {"message_dtype": "bfloat16"}, "None"),
+    ("cpd", {"momentum_sync": "average"}, '"local"'),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "option", "allowed"), ELSEWHERE)
+def test_an_option_of_the_other_algorithm_is_refused(algorithm: str, option: dict[str, Any], allowed: str) -> None:
+    (field,) = option
+    message = sentence_of(lambda: DecentConfig(algorithm=algorithm, **option))
+    assert message.startswith(f'{field}: allowed is {allowed} with algorithm="{algorithm}", got ')
+
+
+COMPRESSED: list[tuple[dict[str, Any], str]] = [
+    ({"compressor": "sing"}, "compressor: allowed are identity, "),
+    ({"compressor": "sign:chunk=0"}, "compressor: chunk of sign must be a whole number from 1 on, got '0'"),
+    ({"topology": "one-peer-exponential"}, 'topology: algorithm="cpd" needs one symmetric W for all rounds'),
+    ({"topology": "exponential"}, 'topology: algorithm="cpd" needs one symmetric W for all rounds'),
+]
+
+
+def compressed(rank: int, options: dict[str, Any]) -> str:
+    try:
+        CPDSGDM(nn.Linear(2, 1).parameters(), **options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("options", "sentence"), COMPRESSED, ids=str)
+def test_what_cpd_cannot_do_is_refused_on_every_rank(options: dict[str, Any], sentence: str) -> None:
+    for message in run_ranks(compressed, 4, "loopback", (options,), timeout=30):
+        assert sentence in message
 
 
 UNKNOWN: list[tuple[dict[Any, Any], str, str]] = [  # options, start of the sentence, hint

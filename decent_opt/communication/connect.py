@@ -34,7 +34,7 @@ def connect(process_group: dist.ProcessGroup | None = None, timeout: object = No
     """
     transport: LoopbackTransport | None = getattr(_thread, "transport", None)
     if transport is not None:
-        return transport
+        return transport.of_its_own()
     if dist.is_available() and dist.is_initialized():
         valid = isinstance(timeout, (int, float)) and 0 < timeout < 1e9
         return DistributedTransport(process_group, float(timeout) if valid else 300.0)  # type: ignore[arg-type]

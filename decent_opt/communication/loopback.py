@@ -23,35 +23,54 @@ _ABORT = object()
 
 
 class LoopbackWorld:
-    """What the threads share: a mailbox for each ordered pair of ranks, and one board for the collectives."""
+    """What the threads share: mailboxes for each ordered pair of ranks, and one board for the collectives."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
         self.timeout = timeout
-        self.mailboxes = {(a, b): queue.Queue[Any]() for a in range(size) for b in range(size)}
+        self._mailboxes: dict[tuple[int, int, int], queue.Queue[Any]] = {}
+        self._lock = threading.Lock()
         self.board: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.aborted = False
 
+    def mailbox(self, channel: int, sender: int, receiver: int) -> queue.Queue[Any]:
+        """What one rank sends to another on one channel."""
+        with self._lock:
+            box = self._mailboxes.get((channel, sender, receiver))
+            if box is None:
+                box = self._mailboxes[channel, sender, receiver] = queue.Queue()
+                if self.aborted:
+                    box.put(_ABORT)
+            return box
+
     def abort(self) -> None:
         """Wake every waiting thread with an error: a rank has failed."""
-        self.aborted = True
+        with self._lock:
+            self.aborted = True
+            mailboxes = list(self._mailboxes.values())
         self.barrier.abort()
-        for mailbox in self.mailboxes.values():
+        for mailbox in mailboxes:
             mailbox.put(_ABORT)
 
 
 class LoopbackTransport:
     """One thread's side of a `LoopbackWorld`; the default is a world of one rank."""
 
-    def __init__(self, world: LoopbackWorld | None = None, rank: int = 0) -> None:
+    def __init__(self, world: LoopbackWorld | None = None, rank: int = 0, channel: int = 0) -> None:
         self.world = world if world is not None else LoopbackWorld(1)
-        self.rank = rank
+        self.rank, self.channel = rank, channel
         self.size = self.world.size
+        self._channels = channel
+
+    def of_its_own(self) -> LoopbackTransport:
+        """A transport to the same ranks whose messages do not meet those of others; all ranks ask in the same order."""
+        self._channels += 1
+        return LoopbackTransport(self.world, self.rank, self._channels)
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], round: int) -> LoopbackPending:
         for peer, buffer in sends.items():
-            self.world.mailboxes[self.rank, peer].put(buffer.clone())
+            self.world.mailbox(self.channel, self.rank, peer).put(buffer.clone())
         sent = {peer: buffer.nbytes for peer, buffer in sends.items()}
         return LoopbackPending(self, sent, receives, round)
 
@@ -118,7 +137,7 @@ class LoopbackPending:
     def _take(self, peer: int) -> Tensor:
         world, rank = self.transport.world, self.transport.rank
         try:
-            message = world.mailboxes[peer, rank].get(timeout=world.timeout)
+            message = world.mailbox(self.transport.channel, peer, rank).get(timeout=world.timeout)
         except queue.Empty:
             message = None
         if message is None or message is _ABORT:
