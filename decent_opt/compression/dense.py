@@ -8,8 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_opt.compression.base import Compressor, Key, Layout
+from decent_opt.compression import wire
+from decent_opt.compression.base import Compressor, Key, Layout, wide
 from decent_opt.compression.registry import register
+
+# Elements that are widened at a time: they stay in the cache, where a mixed-dtype addition would leave the fast path.
+AT_A_TIME = 1 << 16
 
 
 @register
@@ -34,3 +38,86 @@ class Identity(Compressor):
     @property
     def gamma(self) -> float:
         return 1.0
+
+
+@register
+@dataclass(frozen=True)
+class BFloat16(Compressor):
+    """Q(x) = x rounded to bfloat16; 16 bits per element.
+
+    A value is off by 2^-8 of itself at most (half a unit in the last of 8 bits), so delta = 1 - 2^-16; below the
+    smallest normal of float32 the error is absolute.
+    """
+
+    name: ClassVar[str] = "bf16"
+
+    def nbytes(self, layout: Layout, dtype: torch.dtype) -> int:
+        return 2 * layout.numel
+
+    def encode(self, x: Tensor, layout: Layout, out: Tensor, key: Key) -> None:
+        out.view(torch.bfloat16).copy_(x)
+
+    def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
+        _add_widened(acc, message.view(torch.bfloat16), weight)
+
+    def delta(self, layout: Layout) -> float:
+        return 1.0 - 2.0**-16
+
+    @property
+    def gamma(self) -> float:
+        return 1.0
+
+
+@register
+@dataclass(frozen=True)
+class Float16(Compressor):
+    """Q(x) = s * (x / s rounded to float16), s = max|x| of the message; 16 bits per element and one scale.
+
+    Nothing becomes infinite, whatever its size. A value is off by 2^-11 of itself or, below 2^-14 s, by 2^-25 s; with
+    d elements ||Q(x) - x||^2 <= (2^-22 + d 2^-50) ||x||^2.
+
+    Wire: s in float32 (float64 for float64), then the elements.
+    """
+
+    name: ClassVar[str] = "fp16"
+
+    def nbytes(self, layout: Layout, dtype: torch.dtype) -> int:
+        return wire.length(*self._sections(layout, dtype))
+
+    def encode(self, x: Tensor, layout: Layout, out: Tensor, key: Key) -> None:
+        scale, halves = wire.cut(out, *self._sections(layout, x.dtype))
+        if not layout.numel:
+            scale.zero_()
+            return
+        low, high = torch.aminmax(x)
+        scale.copy_(torch.maximum(high, -low))
+        divisor = torch.where(scale > 0, scale, 1.0)
+        for begin in range(0, layout.numel, _step(x)):
+            part = x[begin : begin + _step(x)]
+            halves[begin : begin + _step(x)].copy_(part.to(scale.dtype) / divisor)
+
+    def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
+        scale, halves = wire.cut(message, *self._sections(layout, acc.dtype))
+        for begin in range(0, layout.numel, _step(acc)):
+            part = halves[begin : begin + _step(acc)].to(scale.dtype).mul_(scale)
+            acc[begin : begin + _step(acc)].add_(part, alpha=weight)
+
+    def delta(self, layout: Layout) -> float:
+        return 1.0 - 2.0**-21 - layout.numel * 2.0**-48
+
+    @property
+    def gamma(self) -> float:
+        return 1.0
+
+    def _sections(self, layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, torch.dtype], ...]:
+        return (1, wide(dtype)), (layout.numel, torch.float16)
+
+
+def _step(x: Tensor) -> int:
+    return AT_A_TIME if x.device.type == "cpu" else max(1, x.numel())
+
+
+def _add_widened(acc: Tensor, narrow: Tensor, weight: float) -> None:
+    for begin in range(0, len(acc), _step(acc)):
+        part = narrow[begin : begin + _step(acc)].to(wide(acc.dtype))
+        acc[begin : begin + _step(acc)].add_(part, alpha=weight)

@@ -17,7 +17,17 @@ from decent_opt.topology import make_topology
 
 SHAPES = [(90, 50), (7,), (), (64, 65), (33,)]
 DIMENSION = sum(torch.Size(shape).numel() for shape in SHAPES)
-SPECS = ["identity", "sign", "sign:chunk=100"]
+SPECS = [
+    "identity",
+    "bf16",
+    "fp16",
+    "sign",
+    "sign:chunk=100",
+    "topk:share=0.1",
+    "random-blocks:block=64",
+    "int8",
+    "int4",
+]
 
 
 class Diagonal(NoisyQuadratics):

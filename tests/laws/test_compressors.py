@@ -1,0 +1,183 @@
+"""The laws of every compressor: what it promises holds for any vector, whatever its shape, dtype and size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decent_opt.compression import Compressor, Key, Layout, make_compressor, names
+
+SPECS = [
+    "identity", "bf16", "fp16", "sign", "sign:chunk=50", "topk", "topk:share=0.1,block=200", "topk:block=300",
+    "random-blocks", "random-blocks:share=0.3,block=16", "random-blocks:block=16,unbiased=yes", "int8",
+    "int8:chunk=33", "int4", "int2",
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (2,), (33,), (5, 0), (4097,), (64, 64), (70, 97), (3, 11, 200), (129, 32)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+every = pytest.mark.parametrize("spec", SPECS)
+# float16 ends at 65504 and below 6e-5; the others are asked for 1e-30 to 1e30.
+EXPONENTS = {torch.float16: (-4, 4)}
+
+
+def vector(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int) -> Tensor:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape)
+    low, high = EXPONENTS.get(dtype, (-30, 29))
+    if kind == "magnitudes":
+        values = np.sign(values) * 10.0 ** rng.uniform(low, high, shape)
+    elif kind == "large":
+        values = values * 10.0 ** (high - 1)
+    elif kind == "tiny":
+        values = values * 10.0**low
+    elif kind == "ties":
+        values = rng.integers(-1, 2, shape).astype(float)
+    elif kind == "zeros":
+        values = np.zeros(shape)
+    elif kind == "one":
+        values = np.where(rng.random(shape) < 0.001, 7.0, 0.0)
+    return torch.from_numpy(np.asarray(values)).to(dtype)
+
+
+KINDS = ["normal", "magnitudes", "large", "tiny", "ties", "zeros", "one"]
+vectors = st.builds(
+    vector, st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(KINDS), st.integers(0, 2**16)
+)
+relaxed = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def test_every_registered_compressor_is_under_these_laws() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} >= {name for name in names() if "test" not in name}
+
+
+@every
+@given(x=vectors)
+@relaxed
+def test_shape_and_dtype_come_back_and_the_input_stays(spec: str, x: Tensor) -> None:
+    compressor, before, state = make_compressor(spec), x.clone(), torch.random.get_rng_state()
+    key = Key(3, 4, 5, 6)
+    message = compressor.compress(x, key)
+    assert message.dtype == torch.uint8 and message.numel() == compressor.nbytes(Layout.of(x.shape), x.dtype)
+    sent = message.clone()
+    y = compressor.decompress(message, x.shape, x.dtype, key)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert torch.equal(x, before) and torch.equal(message, sent)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    if not (spec.startswith("random") and x.dtype == torch.float16):  # scaled by m / k, a float16 may leave its range
+        assert y.isfinite().all()
+    assert torch.equal(y, make_compressor(spec).decompress(message, x.shape, x.dtype, key))
+
+
+def error_and_square(compressor: Compressor, x: Tensor, key: Key, factor: float) -> tuple[float, float]:
+    """||factor Q(x) - x||^2 and ||x||^2 in float64."""
+    wide = x if x.dtype.itemsize >= 4 else x.float()  # in training 16-bit values are widened before they are encoded
+    y = compressor.decompress(compressor.compress(wide, key), x.shape, wide.dtype, key)
+    return float((factor * y.double() - x.double()).square().sum()), float(x.double().square().sum())
+
+
+@every
+@given(x=vectors)
+@relaxed
+def test_contraction_or_omega(spec: str, x: Tensor) -> None:
+    compressor, layout = make_compressor(spec), Layout.of(x.shape)
+    delta, omega = compressor.delta(layout), compressor.omega(layout)
+    assert (delta is None) != (omega is None)
+    randomised = omega is not None or spec.startswith("random")
+    found = [error_and_square(compressor, x, Key(round=r), 1.0) for r in range(40 if randomised else 1)]
+    errors, square = np.array([e for e, _ in found]), found[0][1]
+    bound = (1.0 - delta if delta is not None else omega) * square
+    # 3 standard errors of a mean; the rounding of a scale, and of values below the smallest normal, on top
+    slack = 3 * errors.std(ddof=1) / len(errors) ** 0.5 if randomised else 0.0
+    assert errors.mean() <= bound + slack + 1e-6 * square + x.numel() * torch.finfo(torch.float32).tiny ** 2
+    if square == 0:
+        assert errors.max() == 0
+
+
+@pytest.mark.parametrize("spec", ["random-blocks:block=16,unbiased=yes", "int8", "int4", "int2"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "magnitudes"])
+def test_unbiased(spec: str, kind: str) -> None:
+    x, compressor, draws = vector((9, 111), torch.float64, kind, 1), make_compressor(spec), 400
+    ys = torch.stack(
+        [compressor.decompress(compressor.compress(x, k), x.shape, x.dtype, k) for k in map(key_of, range(draws))]
+    )
+    # Along fixed directions the mean of the draws is x's projection, within 3 standard errors.
+    for direction in torch.randn(8, *x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype):
+        along = (ys * direction).sum(dim=(1, 2))
+        expected = float((x * direction).sum())
+        assert abs(float(along.mean()) - expected) <= 3.2 * float(along.std()) / draws**0.5 + 1e-12 * abs(expected)
+
+
+def key_of(round: int) -> Key:
+    return Key(seed=7, round=round, rank=1, tensor=2)
+
+
+@every
+def test_decoding_accumulates_with_a_weight(spec: str) -> None:
+    compressor, x = make_compressor(spec), vector((70, 97), torch.float64, "normal", 0).reshape(-1)
+    layout = Layout.of((70, 97))
+    message = torch.empty(compressor.nbytes(layout, x.dtype), dtype=torch.uint8)
+    compressor.encode(x, layout, message, key_of(0))
+    q = torch.zeros_like(x)
+    compressor.decode_add_(q, layout, message, 1.0, key_of(0))
+    acc = torch.arange(len(x), dtype=x.dtype)
+    compressor.decode_add_(acc, layout, message, -0.25, key_of(0))
+    assert torch.allclose(acc, torch.arange(len(x), dtype=x.dtype) - 0.25 * q, rtol=1e-12, atol=1e-12)
+
+
+def test_random_blocks_change_with_the_key_and_are_rebuilt_from_it() -> None:
+    compressor, x = make_compressor("random-blocks:block=16"), torch.ones(4000)
+    sets = [compressor.decompress(compressor.compress(x, k), x.shape, x.dtype, k) for k in map(key_of, range(5))]
+    assert all(int((s != 0).sum()) == int((sets[0] != 0).sum()) for s in sets)
+    assert len({tuple(s.tolist()) for s in sets}) == 5
+    other = compressor.decompress(compressor.compress(x, key_of(0)), x.shape, x.dtype, key_of(1))
+    assert not torch.equal(other, sets[0]), "the receiver does not use its key"
+
+
+def reference(spec: str, x: Tensor) -> np.ndarray:
+    """Q(x) from the formula, for one matrix, element by element."""
+    rows = x.double().numpy()
+    out = np.zeros_like(rows)
+    if spec.startswith("sign"):
+        per = 4096 // rows.shape[1]
+        for begin in range(0, len(rows), per):
+            chunk = rows[begin : begin + per]
+            out[begin : begin + per] = np.where(np.signbit(chunk), -1.0, 1.0) * np.abs(chunk).mean()
+    elif spec.startswith("topk"):
+        flat, block, share = rows.reshape(-1), 1024, 0.01
+        for begin in range(0, flat.size, block):
+            part = flat[begin : begin + block]
+            for place in np.argsort(-np.abs(part))[: max(1, round(share * part.size))]:
+                out.reshape(-1)[begin + place] = part[place]
+    elif spec == "fp16":
+        scale = np.abs(rows).max()
+        out = (rows / scale).astype(np.float32).astype(np.float16).astype(np.float64) * scale
+    return out
+
+
+@pytest.mark.parametrize("spec", ["sign", "topk", "fp16"])
+@pytest.mark.parametrize("shape", [(64, 64), (70, 97), (129, 32), (300, 700)])
+def test_equals_the_formula(spec: str, shape: tuple[int, int]) -> None:
+    x, compressor = vector(shape, torch.float64, "normal", 3), make_compressor(spec)
+    y = compressor.decompress(compressor.compress(x), x.shape, x.dtype)
+    assert np.allclose(y.numpy(), reference(spec, x), rtol=1e-12, atol=0)
+
+
+def transformer() -> Layout:
+    """A GPT-2 of 25M parameters: 8 blocks of width 432, a vocabulary of 16384, 256 positions."""
+    width, shapes = 432, [(16384, 432), (256, 432)]
+    for _ in range(8):
+        shapes += [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+        shapes += [(n,) for n in (3 * width, width, 4 * width, width, width, width, width, width)]  # type: ignore[misc]
+    return Layout.join([run for shape in shapes for run in Layout.of(shape).runs])
+
+
+def test_bytes_on_a_transformer() -> None:
+    layout = transformer()
+    assert 24e6 < layout.numel < 26e6
+    assert make_compressor("sign").bits(layout) <= 1.02
+    assert make_compressor("topk").nbytes(layout, torch.float32) <= 0.01 * layout.numel * (4 + 2) * 1.05
+    blocks = make_compressor("random-blocks")
+    assert blocks.nbytes(layout, torch.float32) <= 4 * (0.125 * layout.numel + 1024)  # values, rounded to a block
