@@ -123,6 +123,11 @@ class Compressor(ABC):
         """omega of an unbiased operator, the worst case over all vectors; None for a contractive one."""
         return None
 
+    def typical_delta(self, layout: Layout) -> float:
+        """delta on vectors with independent Gaussian elements; what theory may count on in training."""
+        delta = self.delta(layout)
+        return self.damping(layout) if delta is None else delta
+
     def damping(self, layout: Layout) -> float:
         """The factor that makes Q contractive: 1, or 1 / (1 + omega)."""
         omega = self.omega(layout)

@@ -7,6 +7,7 @@ elements becomes K words, and bit b of word k is the sign of element b K + k.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import pi
 from typing import ClassVar
 
 import torch
@@ -93,6 +94,9 @@ class Sign(Compressor):
 
     def delta(self, layout: Layout) -> float:
         return 1.0 / chunks.longest(layout, self.chunk)
+
+    def typical_delta(self, layout: Layout) -> float:
+        return 2 / pi
 
     @property
     def gamma(self) -> float:

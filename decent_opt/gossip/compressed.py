@@ -107,25 +107,26 @@ class CompressedGossip:
             else:
                 bucket.add(torch.cat(part.pulls).mul_(gamma))
 
-    def send(self, mixables: Sequence[Mixable], round: int) -> None:
-        """q = Q(x - xhat); xhat <- xhat + q; post q to the neighbours."""
+    def send(self, mixables: Sequence[Mixable], round: int) -> Mixing:
+        """q = Q(x - xhat); xhat <- xhat + q; post q to the neighbours. What is returned `absorb` completes."""
         self._round, self._mixing = round, Mixing()
-        squares, moved, parts = [], [], self._parts(mixables)
+        norms, moved, parts = [], [], self._parts(mixables)
         for part in parts:
             began = time.perf_counter()
             with phase("encode"):
                 nbytes = HEADER_BYTES + part.compressor.nbytes(part.layout, part.bucket.wide)
                 message = torch.empty(nbytes, dtype=torch.uint8, device=part.bucket.device)
                 stamp(message, round, self.transport.rank)
-                squares.append(self._encode(part, message))
+                norms.append(self._encode(part, message))
             self._mixing.encode_seconds += time.perf_counter() - began
             incoming = {peer: torch.empty_like(message) for peer in self.peers.receive}
             pending = self.transport.post(dict.fromkeys(self.peers.send, message), incoming, round)
             self._posted.append(_Posted(part, message, incoming, pending))
             moved.append(_norm(part.pulls))
-        if squares:
-            self._mixing.error = torch.stack([s.to(squares[0].device, torch.float64) for s in squares]).sum()
+        if norms:
+            self._mixing.error, self._mixing.scale = torch.stack([n.to(norms[0]) for n in norms]).double().sum(dim=0)
         self._mixing.estimate_spread(moved, self.peers)
+        return self._mixing
 
     def absorb(self) -> Mixing:
         """Wait for the neighbours' messages, and z <- z + sum_j w_kj q_j; return what the round did."""
@@ -142,9 +143,10 @@ class CompressedGossip:
         return self._mixing
 
     def _encode(self, part: _Part, message: Tensor) -> Tensor:
-        """Fill the message and move the public copy; return ||x - xhat||^2, (0-d)."""
+        """Fill the message and move the public copy; return ||x - xhat||^2 and ||x||^2, (2,)."""
         difference = torch.empty(part.bucket.numel, dtype=part.bucket.wide, device=part.bucket.device)
         part.bucket.read(difference)
+        scale = torch.dot(difference, difference)
         pieces = part.bucket.split(difference)
         torch._foreach_sub_(pieces, part.copies)
         square = torch.dot(difference, difference)
@@ -162,7 +164,7 @@ class CompressedGossip:
         part.compressor.decode_add_(own, part.layout, payload(message), part.compressor.damping(part.layout), key)
         torch._foreach_add_(part.copies, pieces)
         torch._foreach_add_(part.pulls, pieces, alpha=self.peers.self_weight - 1.0)
-        return square
+        return torch.stack([square, scale])
 
     def _decode(self, posted: _Posted) -> None:
         part = posted.part

@@ -36,7 +36,7 @@ class Mixing:
             If the deviations of the workers are independent with norm s, the correction has norm
             s sqrt((1 - w_kk)^2 + sum_{j != k} w_kj^2); `spread` solves for s.
         identical: in round 0, whether all neighbours have sent exactly what this worker has; None in later rounds.
-        error: with public copies, ||x - xhat||^2 before the round's message (0-d); else None.
+        error, scale: with public copies, ||x - xhat||^2 before the round's message and ||x||^2 (0-d); else None.
         empty_from: peers whose update was empty, because it was not finite.
     """
 
@@ -48,6 +48,7 @@ class Mixing:
     spread: Tensor = field(default_factory=lambda: torch.zeros(()))
     identical: bool | None = None
     error: Tensor | None = None
+    scale: Tensor | None = None
     empty_from: list[int] = field(default_factory=list)
 
     def count(self, traffic: Traffic) -> None:

@@ -22,8 +22,38 @@ from decent_opt.optim.hyperparameters import GAMMA
 from decent_opt.optim.own_state import COPY, PULL, REMAINDER
 from decent_opt.optim.replica import Replica
 from decent_opt.optim.round_runner import RoundRunner
+from decent_opt.theory.step_size import GrowthGuard
 
 logger = logging.getLogger(__name__)
+
+
+QUIET = 200  # rounds between two warnings of the guard
+
+
+class Watched:
+    """Numbers of an accelerator that the host reads a round later, so that it never waits for them."""
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    def put(self, numbers: Tensor) -> None:
+        """Start the copy to the host."""
+        self._ready = None
+        if numbers.device.type != "cuda":
+            self._numbers = numbers
+            return
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def take(self) -> list[float] | None:
+        """The numbers, if they have arrived."""
+        if self._numbers is None or (self._ready is not None and not self._ready.query()):
+            return None
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
 
 
 class CompressedRunner(RoundRunner):
@@ -46,6 +76,7 @@ class CompressedRunner(RoundRunner):
     ) -> None:
         super().__init__(replica, config, transport, gossip, monitor, buffers)
         self.compressor = compressor
+        self._watched, self._guard, self._quiet_until = Watched(), GrowthGuard(), 0
         self.copies_are_known = True
         """Do all workers' copies and pulls belong together? If not, the next round is an exact average."""
 
@@ -68,6 +99,7 @@ class CompressedRunner(RoundRunner):
                     mixing.empty_from,
                 )
             self._warn_if_identical(mixing)
+            self._watch(round)
             self.record("gossip", round, mixing, self.replica.trainable().values())
 
     def store_corrections(self) -> None:
@@ -86,12 +118,39 @@ class CompressedRunner(RoundRunner):
         self.own.create(mixed, bool(self.group["outer_momentum"]))  # of parameters that were unfrozen since
         mixables, gamma = self._mixables(), self.group[GAMMA]
         if self.config.order == "fresh":
-            self.gossip.send(mixables, round)
+            self._send(mixables, round)
             self.settle()
         self.gossip.mix(mixables, gamma)
         self._outer_step(mixed)
         if self.config.order == "paper":
-            self.gossip.send(mixables, round)
+            self._send(mixables, round)
+
+    def _send(self, mixables: list[Mixable], round: int) -> None:
+        mixing = self.gossip.send(mixables, round)
+        if mixing.error is not None and mixing.scale is not None:
+            self._watched.put(torch.stack([mixing.error, mixing.scale]))
+
+    def _watch(self, round: int) -> None:
+        """Say so, once in a while, when the copies do not follow."""
+        found = self._watched.take()
+        if found is None:
+            return
+        error, scale = found
+        rate = sum(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
+        reason = self._guard.update(error, scale, rate)
+        if reason is not None and round >= self._quiet_until:
+            self._quiet_until = round + QUIET
+            gamma = self.group[GAMMA]
+            logger.warning(
+                "rank %d, round %d: the public copies do not follow, and training will explode: %s; make gamma smaller "
+                "(it is %g, try %g), or compress less than %s",
+                self.transport.rank,
+                round,
+                reason,
+                gamma,
+                gamma / 3,
+                self.codec,
+            )
 
     def _mixables(self) -> list[Mixable]:
         state = self.optimizer.state

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport, agreement
-from decent_opt.compression import Compressor, make_compressor
+from decent_opt.compression import Compressor, Layout, make_compressor
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
 from decent_opt.gossip import (
@@ -39,6 +39,7 @@ from decent_opt.optim.own_state import COPY
 from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.round_runner import RoundRunner, exact_mixing
 from decent_opt.optim.schedule import round_is_due
+from decent_opt.theory.consensus import choco_gamma
 from decent_opt.topology import Topology, make_topology
 
 
@@ -144,7 +145,12 @@ class Rounds:
             )
         compressor = make_compressor(self.config.compressor)
         gamma = self.config.gamma
-        self._gamma = compressor.gamma if gamma is None else float(gamma)
+        if gamma == "theory":
+            # Of the largest parameter: small ones are packed together and fare better.
+            largest = max(self.replica.parameters().values(), key=torch.numel)
+            layout = Layout.of(largest.shape)
+            gamma = choco_gamma(W, compressor.typical_delta(layout)) if self.transport.size > 1 else 1.0
+        self._gamma = compressor.gamma if gamma is None else gamma
         return compressor
 
     def _check_copies(self) -> None:

@@ -3,7 +3,7 @@
 Both look at the error e_r = ||x - xhat||^2 of the public copies, taken once a round before the message is encoded.
 Below the edge of stability e is fed by the local steps, about lr^2 of it in each round, and forgotten at a fixed rate:
 it settles. Above the edge one mode of (X, Xhat) grows like a power c^r, c > 1. At first nothing shows, because that
-mode starts far below the others and they shrink (top-10 % on a ring: hundreds of rounds); then log e rises along a line.
+mode starts far below the others, which shrink (top-10 % on a ring: hundreds of rounds); then log e rises on a line.
 
     healthy:    log e rises as the copies fall behind at the start, or with lr; it bends and becomes flat
     unstable:   log e rises, and keeps its slope
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import pairwise
+from typing import ClassVar
 
 BLOCK = 8
 """Rounds in a block. Errors are averaged over blocks, so that one odd round says nothing."""
@@ -30,15 +32,15 @@ class GrowthGuard:
         e >= ||x||^2 / 100                      and begins to matter; 1e-6 ||x||^2 for the two longer windows
 
     A power r^a whose window has grown sixfold has slowed down below 0.8 for all a <= 4, and so has any error that
-    settles; c^r keeps 1. Short windows notice fast growth, the longest one 0.9 % per round. A small error
-    harms nobody and may jump tenfold, but not steadily over 128 rounds. Since e follows lr^2, the history begins anew when the learning rate rises,
-    or falls by more than a tenth. Besides, copies that are farther from x than 0 is, e > ||x||^2, for
-    four blocks are of no use, whatever the slope.
+    settles; c^r keeps 1. Short windows notice fast growth, the longest one 0.9 % per round. A small error harms nobody
+    and may jump tenfold, but not steadily over 128 rounds. Since e follows lr^2, the history begins anew when the
+    learning rate rises, or falls by more than a tenth. Besides, copies that are farther from x than 0 is,
+    e > ||x||^2, for four blocks are of no use, whatever the slope.
 
     The history is a few dozen floats and is not meant to be saved: after a resume it takes four blocks to judge again.
     """
 
-    SMALL = {1: 1e-2, 2: 1e-2, 4: 1e-6, 8: 1e-6}  # blocks in a quarter -> least e / ||x||^2 that counts
+    SMALL: ClassVar = {1: 1e-2, 2: 1e-2, 4: 1e-6, 8: 1e-6}  # blocks in a quarter -> least e / ||x||^2 that counts
     FOLD = 6.0
     KEPT = 0.8
 
@@ -75,7 +77,7 @@ class GrowthGuard:
             return None
         last = list(self._levels)[-4 * quarter :]
         q = [sum(last[i : i + quarter]) / quarter for i in range(0, 4 * quarter, quarter)]
-        first, *later = (after - before for before, after in zip(q, q[1:], strict=False))
+        first, *later = (after - before for before, after in pairwise(q))
         if q[3] - q[0] < math.log(self.FOLD) or first <= 0.0 or min(later) < self.KEPT * first:
             return None
         return f"||x - xhat||^2 has grown {math.exp(q[3] - q[0]):.3g}-fold in {4 * quarter * BLOCK} rounds, steadily"
@@ -84,16 +86,16 @@ class GrowthGuard:
 class AutoGamma:
     """Raises gamma while the error stays where it is, and halves it when the error grows.
 
-    Called after every block with the mean error of the block over rounds and workers, so that all workers take the same
-    decision. With y = log e, and `low` the lowest y of late:
+    Called after every block with means over its rounds and over all workers, so that all take the same decision. With
+    y = log e, and `low` the lowest y of late, log(1e-6 ||x||^2) at least (below that nothing is worth a reaction):
 
-        y > low + log 4       the error has grown fourfold: gamma <- gamma / 2, which is also the ceiling from now on
-        y <= last + log 1.05  quiet: gamma <- 1.25 gamma, up to the ceiling
-        else                  wait
+        y > low + log 4         the error has grown fourfold: gamma <- gamma / 2, which is also the ceiling from now on
+        y <= last + log 1.05    quiet: gamma <- 1.25 gamma, up to the ceiling; but not while e > ||x||^2 / 10
+        else                    wait
 
     The start is the floor, so it has to be safe: there the error may grow as it likes, as it does when the copies begin
-    to fall behind. `low` and the ceiling creep up by 1 % per block: a slow change of the gradients is no growth, and a
-    ceiling that was found in a bad moment is tried again later. A rising learning rate makes the error rise, so nothing
+    to fall behind. `low` creeps up by 1 % per block and the ceiling by 2 %: a slow change of the gradients is no growth,
+    and a ceiling that was found in a bad moment is tried again. A rising learning rate makes the error rise, so nothing
     is decided then.
 
     Args:
@@ -104,11 +106,11 @@ class AutoGamma:
     RAISE = 1.25
     FOLD = math.log(4.0)
     QUIET = math.log(1.05)
-    CREEP = math.log(1.01)
+    SMALL, LARGE = 1e-6, 0.1
 
     def __init__(self, start: float, state: str | None = None) -> None:
-        self.gamma = self.start = start
-        self.ceiling, self.low, self.last, self.lr = 1.0, math.inf, -math.inf, 0.0
+        self.start = start
+        self.gamma, self.ceiling, self.low, self.last, self.lr = start, 1.0, math.inf, -math.inf, 0.0
         if state is not None:
             self.gamma, self.ceiling, self.low, self.last, self.lr = map(float, state.split(";"))
 
@@ -117,19 +119,18 @@ class AutoGamma:
         """All that must survive, as text: gamma;ceiling;low;last;lr."""
         return ";".join(map(repr, (self.gamma, self.ceiling, self.low, self.last, self.lr)))
 
-    def update(self, error: float, lr: float) -> float:
-        """One block: its mean error and the sum of the learning rates at its end; return gamma of the next block."""
-        y = math.log(error) if 0.0 < error < math.inf else (-math.inf if error == 0.0 else math.inf)
+    def update(self, error: float, scale: float, lr: float) -> float:
+        """One block: mean e, mean ||x||^2, and the sum of the learning rates; return gamma of the next block."""
+        finite = math.isfinite(error) and math.isfinite(scale)
+        y = math.log(max(error, self.SMALL * scale, 1e-300)) if finite else math.inf
         rising, self.lr = lr > self.lr, lr
         last, self.last = self.last, y
-        self.ceiling = min(1.0, self.ceiling * math.exp(self.CREEP))
-        if y == -math.inf or (rising and y < math.inf) or self.gamma == self.start:
-            self.low = y  # nothing to compare with
-        else:
-            self.low = min(y, self.low + self.CREEP)
-        if y == math.inf or y > self.low + self.FOLD:
+        self.ceiling = min(1.0, 1.02 * self.ceiling)
+        judged = self.gamma > self.start and not rising
+        self.low = min(y, self.low + math.log(1.01)) if judged else y
+        if not finite or y > self.low + self.FOLD:
             self.gamma = self.ceiling = max(self.start, self.gamma / 2)
-            self.low = y if y < math.inf else math.inf
-        elif y <= last + self.QUIET and not rising:
-            self.gamma = max(self.start, min(self.gamma * self.RAISE, self.ceiling))
+            self.low = y
+        elif y <= last + self.QUIET and not rising and error < self.LARGE * scale:
+            self.gamma = max(self.start, min(self.RAISE * self.gamma, self.ceiling))
         return self.gamma

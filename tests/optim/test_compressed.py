@@ -265,3 +265,40 @@ def test_the_paper_s_order_hides_the_wait(ranks: RankPool, share: float) -> None
         assert waited <= 0.05 * delay + 1e-3
         assert waited_without >= 0.9 * delay
         assert torch.equal(x, same)
+
+
+def gossip_only(rank: int, gamma: float, rounds: int) -> float:
+    """Pure gossip of top-10 %: no gradients."""
+    x = nn.Parameter(torch.zeros(2000))
+    optimizer = CPDSGDM(
+        [x], lr=0.0, momentum=0.0, period=1, compressor="topk:share=0.1,block=2000", order="fresh", gamma=gamma
+    )
+    for step in range(rounds):
+        x.grad = torch.zeros_like(x)
+        if step == 1:  # the public copies begin at the first step, where all workers are equal
+            x.data.copy_(torch.randn(2000, generator=torch.Generator().manual_seed(rank)))
+        optimizer.step()
+    optimizer.close()
+    return optimizer.consensus_distance()
+
+
+def test_the_guard_notices_a_gamma_that_is_too_large(caplog: pytest.LogCaptureFixture) -> None:
+    fine = run_ranks(gossip_only, 8, "loopback", (0.15, 300), timeout=100)
+    assert max(fine) < 1.0 and not caplog.records
+    run_ranks(gossip_only, 8, "loopback", (0.4, 600), timeout=100)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages and all("make gamma smaller (it is 0.4, try 0.133333)" in m for m in messages)
+
+
+def gammas(rank: int) -> tuple[float, float, float]:
+    made = [
+        CPDSGDM(model_of().parameters(), **o).param_groups[0]["decent_gamma"]
+        for o in ({}, {"gamma": 1}, {"gamma": "theory"})
+    ]
+    return made[0], made[1], made[2]
+
+
+def test_gamma_by_the_compressor_by_number_and_by_theory() -> None:
+    for default, given, theory in run_ranks(gammas, 8, "loopback"):
+        assert (default, given) == (0.4, 1.0)
+        assert theory == pytest.approx(0.01246, abs=6e-6)  # sign on a ring of 8
