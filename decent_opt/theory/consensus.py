@@ -1,44 +1,65 @@
-"""The consensus step size that is provably stable (Choco-Gossip, Koloskova, Stich and Jaggi 2019, theorem 2).
+"""The consensus step size that is proved to work, and its proved rate (Choco-Gossip, arXiv 1902.00340, Theorem 2).
 
-    rho = 1 - max(|l_2|, |l_n|),  beta = ||I - W||_2,  Q contractive with delta
+    rho   = 1 - max(|lambda_2|, |lambda_n|) of W         beta = ||I - W||_2        delta of the compressor
     gamma = rho delta / (16 rho + rho^2 + 4 beta^2 + 2 rho beta^2 - 8 rho delta)
-    e_r = ||X - Xbar||^2 + ||X - Xhat||^2 shrinks by 1 - alpha a round,  alpha = rho^2 delta / 82
+    E e_{r+1} <= (1 - alpha) e_r,   alpha = rho^2 delta / 82,   e = ||X - Xbar||^2 + ||X - Xhat||^2
 
-Safe for every vector, and 30 to 500 times smaller than what training bears: compressors bring defaults of their own.
+for rounds of gossip alone, with e taken between sending and mixing: in the order of the paper that is at the end of a
+round. W has to be symmetric, doubly stochastic and the same in every round. Both numbers are far on the safe side:
+measured, gamma may be 30 to 500 times larger (docs/theory.md).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from decent_opt.errors import ConfigError
+from decent_opt.topology import Topology
+from decent_opt.topology.validation import check_consensus, check_doubly_stochastic
+
+Mixing = Topology | np.ndarray
+"""A topology of one matrix, or the matrix W itself."""
 
 
-def choco_gamma(W: ArrayLike, delta: float) -> float:
-    """gamma for a symmetric, doubly stochastic W, (n, n), and a compressor with this delta.
+def choco_gamma(mixing: Mixing, delta: float) -> float:
+    """The gamma of the theorem.
 
     Raises:
-        ConfigError: W is not symmetric, its graph is not connected, or delta is not in (0, 1].
+        ConfigError: W changes over the rounds, is not symmetric or not a mixing matrix; delta is not in (0, 1].
     """
-    rho, beta = _rho_and_beta(W, delta)
+    rho, beta = _rho_and_beta(mixing, delta)
     return rho * delta / (16 * rho + rho**2 + 4 * beta**2 + 2 * rho * beta**2 - 8 * rho * delta)
 
 
-def choco_rate(W: ArrayLike, delta: float) -> float:
-    """alpha: by how much e_r shrinks at least in a round with `choco_gamma`."""
-    rho, _ = _rho_and_beta(W, delta)
+def choco_rate(mixing: Mixing, delta: float) -> float:
+    """The alpha of the theorem: a round takes this share of the error away, at least and on average.
+
+    Raises:
+        ConfigError: as for `choco_gamma`.
+    """
+    rho, _ = _rho_and_beta(mixing, delta)
     return rho**2 * delta / 82
 
 
-def _rho_and_beta(W: ArrayLike, delta: float) -> tuple[float, float]:
-    matrix = np.asarray(W, dtype=np.float64)
+def _rho_and_beta(mixing: Mixing, delta: float) -> tuple[float, float]:
     if not 0 < delta <= 1:
-        raise ConfigError(f"delta: must be a number > 0 and <= 1, got {delta!r}")
-    if not np.array_equal(matrix, matrix.T):
-        raise ConfigError("topology: the theory of gamma needs a symmetric W, and this one is directed")
-    values = np.linalg.eigvalsh(matrix)
-    rho = 1.0 - (max(abs(values[0]), abs(values[-2])) if len(values) > 1 else 0.0)
-    if rho < 1e-12:
-        raise ConfigError("topology: the theory of gamma needs a connected graph, and this one does not mix")
-    return float(rho), float(1.0 - values[0])
+        raise ConfigError(f"delta: allowed is a number > 0 and <= 1, got {delta!r}")
+    if isinstance(mixing, np.ndarray):
+        W, name = mixing, "W"
+        check_doubly_stochastic([W])
+        check_consensus([W])
+    else:
+        W, name = mixing.matrix(0), f'"{mixing.name}"'
+        if mixing.period > 1:
+            raise ConfigError(
+                f"gamma: the theory of public copies needs the same W in every round, but {name} has "
+                f'{mixing.period} different ones; use a graph that does not change, such as "ring"'
+            )
+    if not np.allclose(W, W.T, rtol=0, atol=1e-8):
+        raise ConfigError(
+            f"gamma: the theory of public copies needs a symmetric W, but {name} is directed; use an undirected graph, "
+            'such as "ring", or set gamma yourself'
+        )
+    eigenvalues = np.linalg.eigvalsh(W)  # ascending; the last one is 1
+    slowest = max(abs(eigenvalues[0]), abs(eigenvalues[-2])) if len(W) > 1 else 0.0
+    return float(1 - slowest), float(1 - eigenvalues[0])

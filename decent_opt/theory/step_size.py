@@ -94,9 +94,9 @@ class AutoGamma:
         else                    wait
 
     The start is the floor, so it has to be safe: there the error may grow as it likes, as it does when the copies begin
-    to fall behind. `low` creeps up by 1 % per block and the ceiling by 2 %: a slow change of the gradients is no growth,
-    and a ceiling that was found in a bad moment is tried again. A rising learning rate makes the error rise, so nothing
-    is decided then.
+    to fall behind. `low` creeps up by 1 % per block and the ceiling by 2 %: a slow change of the gradients is no
+    growth, and a ceiling that was found in a bad moment is tried again. A rising learning rate makes the error rise, so
+    nothing is decided then.
 
     Args:
         start: the first and the smallest gamma.
