@@ -44,22 +44,25 @@ def choco_rate(mixing: Mixing, delta: float) -> float:
 def _rho_and_beta(mixing: Mixing, delta: float) -> tuple[float, float]:
     if not 0 < delta <= 1:
         raise ConfigError(f"delta: allowed is a number > 0 and <= 1, got {delta!r}")
-    if isinstance(mixing, np.ndarray):
-        W, name = mixing, "W"
-        check_doubly_stochastic([W])
-        check_consensus([W])
-    else:
-        W, name = mixing.matrix(0), f'"{mixing.name}"'
-        if mixing.period > 1:
-            raise ConfigError(
-                f"gamma: the theory of public copies needs the same W in every round, but {name} has "
-                f'{mixing.period} different ones; use a graph that does not change, such as "ring"'
-            )
+    W, name = _matrix(mixing)
     if not np.allclose(W, W.T, rtol=0, atol=1e-8):
         raise ConfigError(
-            f"gamma: the theory of public copies needs a symmetric W, but {name} is directed; use an undirected graph, "
-            'such as "ring", or set gamma yourself'
+            f"topology: the theory of public copies needs a symmetric W, but {name} is directed; use an "
+            'undirected graph, such as "ring", or set gamma yourself'
         )
     eigenvalues = np.linalg.eigvalsh(W)  # ascending; the last one is 1
     slowest = max(abs(eigenvalues[0]), abs(eigenvalues[-2])) if len(W) > 1 else 0.0
     return float(1 - slowest), float(1 - eigenvalues[0])
+
+
+def _matrix(mixing: Mixing) -> tuple[np.ndarray, str]:
+    if isinstance(mixing, np.ndarray):
+        check_doubly_stochastic([mixing])
+        check_consensus([mixing])
+        return mixing, "this one"
+    if mixing.period > 1:
+        raise ConfigError(
+            f"topology: the theory of public copies needs the same W in every round, but {mixing.name} has "
+            f'{mixing.period} different ones; use a graph that does not change, such as "ring"'
+        )
+    return mixing.matrix(0), mixing.name
