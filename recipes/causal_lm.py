@@ -41,11 +41,20 @@ def flag(default: Any, help: str, **options: Any) -> Any:
 class Settings:
     """Everything that a run depends on; one field per command line flag."""
 
-    method: str = flag("pd", "pd: gossip of parameters; ddp: all-reduce at every step", choices=["pd", "ddp"])
-    period: int = flag(8, "pd: local steps between two rounds of gossip")
-    topology: str = flag("ring", "pd: who mixes with whom (ring, one-peer-exponential, hypercube, complete ...)")
-    warmup_steps: int = flag(0, "pd: first steps, in which gradients are averaged as in DDP (AdamW needs some)")
-    outer_momentum: float = flag(0.0, "pd: slow momentum over rounds, 0 to 1; costs no traffic")
+    method: str = flag(
+        "pd",
+        "pd: gossip of parameters; cpd: of compressed differences; ddp: all-reduce at every step",
+        choices=["pd", "cpd", "ddp"],
+    )
+    period: int = flag(8, "local steps between two rounds of gossip")
+    topology: str = flag("ring", "who mixes with whom (ring, one-peer-exponential, hypercube, complete ...)")
+    warmup_steps: int = flag(0, "first steps, in which gradients are averaged as in DDP (AdamW needs some)")
+    outer_momentum: float = flag(0.0, "slow momentum over rounds, 0 to 1; costs no traffic")
+    compressor: str = flag("sign", "cpd: what is done to the differences (sign, random-blocks, topk:share=0.1 ...)")
+    order: str = flag(
+        "paper", "cpd: paper hides the messages behind local steps; fresh waits", choices=["paper", "fresh"]
+    )
+    gamma: float = flag(0.0, "cpd: consensus step size; 0: what suits the compressor")
     optimizer: str = flag("sgd", "the local optimizer; sgd has momentum 0.9", choices=["sgd", "adamw"])
     lr: float = flag(0.5, "peak learning rate")
     weight_decay: float = flag(0.0, "weight decay")
@@ -156,16 +165,19 @@ def train(settings: Settings, corpus: Corpus, progress: str | None = "training")
 
 
 def make_optimizer(settings: Settings, replica: nn.Module, sinks: Sequence[Any] = ()) -> torch.optim.Optimizer:
-    """The local optimizer, for the method "pd" with gossip around it."""
+    """The local optimizer, with gossip around it unless the method is "ddp"."""
     parameters, base = replica.parameters(), dict[str, Any](lr=settings.lr, weight_decay=settings.weight_decay)
     names = ("period", "topology", "warmup_steps", "outer_momentum")
     gossip: dict[str, Any] = {"sinks": sinks, **{name: getattr(settings, name) for name in names}}
-    if settings.method == "pd" and settings.optimizer == "adamw":
+    if settings.method == "cpd":
+        gossip |= {"algorithm": "cpd", "compressor": settings.compressor, "order": settings.order}
+        gossip |= {"gamma": settings.gamma} if settings.gamma else {}
+    if settings.method != "ddp" and settings.optimizer == "adamw":
         # Adam's second moment must not be that of one worker's noisy gradients, so AdamW has a class of its own.
         return decentralize(replica, LocalAdamW(parameters, **base, **gossip))
     adamw = settings.optimizer == "adamw"
     local = torch.optim.AdamW(parameters, **base) if adamw else torch.optim.SGD(parameters, momentum=0.9, **base)
-    return decentralize(replica, local, **gossip) if settings.method == "pd" else local
+    return local if settings.method == "ddp" else decentralize(replica, local, **gossip)
 
 
 def learning_rate(step: int, settings: Settings) -> float:

@@ -53,6 +53,8 @@ ROWS = (
     Row("SGDM", "DDP all-reduce", SGDM),
     Row("SGDM", "PD ring, p=8", replace(SGDM, method="pd", topology="ring")),
     Row("SGDM", "PD one-peer, p=8", replace(SGDM, method="pd", topology="one-peer-exponential")),
+    Row("SGDM", "CPD sign, p=8", replace(SGDM, method="cpd", topology="ring")),
+    Row("SGDM", "CPD blocks 1/8, p=8", replace(SGDM, method="cpd", topology="ring", compressor="random-blocks")),
     Row("SGDM", "one worker alone", SGDM, alone=True),
     Row("AdamW", "DDP all-reduce", ADAMW),
     Row("AdamW", "PD ring, p=8", replace(ADAMW, method="pd", topology="ring"), warmup=0.2),

@@ -25,7 +25,12 @@ FLOORS: list[set[str]] = [
     {ROOT},
     {"recipes", "cli"},
 ]
-SAME_ROOM = {"doctor": "cli", "config_cli": "cli", "config_sources": "config"}  # files of another room
+SAME_ROOM = {
+    "doctor": "cli",
+    "compressors_cli": "cli",
+    "config_cli": "cli",
+    "config_sources": "config",
+}  # files of another room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NO_DISTRIBUTED = {"topology", "compression", "errors", "config", "options"}
 

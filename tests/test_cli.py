@@ -207,3 +207,17 @@ def test_the_library_does_not_import_typer_or_rich() -> None:
     code += "print(sorted({'typer', 'rich'} & (set(sys.modules) - before)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout.strip() == "[]"
+
+
+def test_compressors_are_listed_with_their_laws_and_speeds() -> None:
+    result = runner.invoke(app, ["compressors", "sign:chunk=2048", "int8", "--elements", "8192"])
+    assert result.exit_code == 0
+    assert "sign:chunk=2048" in result.output and "0.637" in result.output
+    assert "omega 0.0159" in result.output
+    assert "random-blocks" in runner.invoke(app, ["compressors", "--elements", "2048"]).output
+
+
+def test_an_unknown_compressor_is_named_with_those_that_exist() -> None:
+    result = runner.invoke(app, ["compressors", "sing"])
+    assert result.exit_code == 2
+    assert "compressor: allowed are identity, " in result.output and "did you mean 'sign'?" in result.output

@@ -89,8 +89,7 @@ class Float16(Compressor):
         if not layout.numel:
             scale.zero_()
             return
-        low, high = torch.aminmax(x)
-        scale.copy_(torch.maximum(high, -low))
+        scale.copy_(torch.maximum(x.amax(), -x.amin()))  # two passes, and ten times as fast as `aminmax`
         divisor = torch.where(scale > 0, scale, 1.0)
         for begin in range(0, layout.numel, _step(x)):
             part = x[begin : begin + _step(x)]
