@@ -76,6 +76,25 @@ class _Posted:
     pending: Pending
 
 
+class _Rooms:
+    """Room for one bucket at a time, allocated once for all buckets of a kind.
+
+    A fresh one for each would grow the process by the size of the model: the messages, which stay, are put into the
+    holes that it leaves, and the next does not fit any more.
+    """
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._rooms: dict[object, Tensor] = {}
+        for part in sorted(parts, key=lambda part: part.bucket.numel, reverse=True):
+            bucket = part.bucket
+            if bucket.kind not in self._rooms:
+                self._rooms[bucket.kind] = torch.empty(bucket.numel, dtype=bucket.wide, device=bucket.device)
+
+    def of(self, part: _Part) -> Tensor:
+        """A flat tensor of the bucket's length, of any content."""
+        return self._rooms[part.bucket.kind][: part.bucket.numel]
+
+
 class CompressedGossip:
     """Mixes parameters with the neighbours of a topology through compressed differences.
 
@@ -100,24 +119,29 @@ class CompressedGossip:
 
     def mix(self, mixables: Sequence[Mixable], gamma: float) -> None:
         """x <- x + gamma z."""
-        for part in self._parts(mixables):
+        parts = self._parts(mixables)
+        rooms = _Rooms(parts)
+        for part in parts:
             bucket = part.bucket
             if bucket.dtype == bucket.wide and not bucket.scattered:
                 torch._foreach_add_(bucket.pieces, part.pulls, alpha=gamma)
             else:
-                bucket.add(torch.cat(part.pulls).mul_(gamma))
+                correction = rooms.of(part)
+                torch.cat(part.pulls, out=correction)
+                bucket.add(correction.mul_(gamma))
 
     def send(self, mixables: Sequence[Mixable], round: int) -> Mixing:
         """q = Q(x - xhat); xhat <- xhat + q; post q to the neighbours. What is returned `absorb` completes."""
         self._round, self._mixing = round, Mixing()
         norms, moved, parts = [], [], self._parts(mixables)
+        rooms = _Rooms(parts)
         for part in parts:
             began = time.perf_counter()
             with phase("encode"):
                 nbytes = HEADER_BYTES + part.compressor.nbytes(part.layout, part.bucket.wide)
                 message = torch.empty(nbytes, dtype=torch.uint8, device=part.bucket.device)
                 stamp(message, round, self.transport.rank)
-                norms.append(self._encode(part, message))
+                norms.append(self._encode(part, message, rooms.of(part)))
             self._mixing.encode_seconds += time.perf_counter() - began
             incoming = {peer: torch.empty_like(message) for peer in self.peers.receive}
             pending = self.transport.post(dict.fromkeys(self.peers.send, message), incoming, round)
@@ -130,6 +154,7 @@ class CompressedGossip:
 
     def absorb(self) -> Mixing:
         """Wait for the neighbours' messages, and z <- z + sum_j w_kj q_j; return what the round did."""
+        rooms = _Rooms([posted.part for posted in self._posted])
         for posted in self._posted:
             with phase("wait"):
                 self._mixing.count(posted.pending.wait())
@@ -137,14 +162,13 @@ class CompressedGossip:
                 check(message, self._round, peer, self.transport.rank)
             began = time.perf_counter()
             with phase("decode"):
-                self._decode(posted)
+                self._decode(posted, rooms.of(posted.part))
             self._mixing.decode_seconds += time.perf_counter() - began
         self._posted = []
         return self._mixing
 
-    def _encode(self, part: _Part, message: Tensor) -> Tensor:
-        """Fill the message and move the public copy; return ||x - xhat||^2 and ||x||^2, (2,)."""
-        difference = torch.empty(part.bucket.numel, dtype=part.bucket.wide, device=part.bucket.device)
+    def _encode(self, part: _Part, message: Tensor, difference: Tensor) -> Tensor:
+        """Fill the message and move the public copy; `difference` is room. Return ||x - xhat||^2 and ||x||^2, (2,)."""
         part.bucket.read(difference)
         scale = torch.dot(difference, difference)
         pieces = part.bucket.split(difference)
@@ -166,9 +190,9 @@ class CompressedGossip:
         torch._foreach_add_(part.pulls, pieces, alpha=self.peers.self_weight - 1.0)
         return torch.stack([square, scale])
 
-    def _decode(self, posted: _Posted) -> None:
+    def _decode(self, posted: _Posted, pulled: Tensor) -> None:
         part = posted.part
-        pulled = torch.zeros(part.bucket.numel, dtype=part.bucket.wide, device=part.bucket.device)
+        pulled.zero_()
         damping = part.compressor.damping(part.layout)
         for peer in sorted(posted.incoming):
             message = posted.incoming[peer]

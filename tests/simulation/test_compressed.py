@@ -164,3 +164,12 @@ def test_a_single_worker_has_no_rounds():
         alone.step()
     assert torch.equal(twin.X, alone.X)
     assert twin.rounds == 0
+
+
+@pytest.mark.parametrize(("gamma", "beta", "stable"), [(1.0, 0.0, True), (1.0, 0.5, False), (0.4, 0.5, True)])
+def test_outer_momentum_multiplies_gamma_too(gamma, beta, stable) -> None:
+    """What it adds up is the movement of a round, mixing included: gamma / (1 - beta) has to be below the edge."""
+    twin = twin_of(gamma=gamma, outer_momentum=beta, order="fresh", period=1)
+    for _ in range(300):
+        twin.step()
+    assert (twin.consensus_error < 1.0) == stable

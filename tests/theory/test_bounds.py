@@ -51,7 +51,7 @@ def sign(worker: int, x: Tensor, round: int) -> Tensor:
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 @pytest.mark.parametrize("period", [1, 6])
 def test_what_is_measured_is_below(period, momentum, compressed) -> None:
-    problem = noisy_quadratics(8, 40, sigma=0.5, seed=3)
+    problem = noisy_quadratics(8, 30, sigma=0.5, seed=3)
     largest = 0.0
 
     def watched(worker: int, x: Tensor, step: int) -> Tensor:
@@ -60,8 +60,8 @@ def test_what_is_measured_is_below(period, momentum, compressed) -> None:
         largest = max(largest, float(g.square().sum()))
         return g
 
-    lr, steps = largest_lr(problem.L, momentum), 400
-    start, rule = torch.full((40,), 0.5, dtype=torch.float64), SGDM(lr, momentum)
+    lr, steps = largest_lr(problem.L, momentum), 200
+    start, rule = torch.full((30,), 0.5, dtype=torch.float64), SGDM(lr, momentum)
     alpha = choco_rate(RING, 2 / math.pi)
     if compressed:
         gamma = choco_gamma(RING, 2 / math.pi)
