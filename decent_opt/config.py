@@ -36,7 +36,7 @@ ALLOWED = {
     "algorithm": '"pd" or "cpd"',
     "compressor": 'a name ("sign", "topk:share=0.01", ...) or a Compressor, and algorithm="cpd"',
     "order": '"paper" or "fresh"',
-    "gamma": 'None, a number > 0 and <= 1, or "theory"',
+    "gamma": 'None, a number > 0 and <= 1, "theory" or "auto"',
     "dense": "a list of patterns of parameter names",
     "seed": "an integer from -2**63 to 2**63 - 1",
     "buffers": '"average", "broadcast" or "local"',
@@ -109,9 +109,10 @@ class DecentConfig(BaseModel):
     """cpd: "paper" mixes with the copies of the last round, and its messages travel during the next local steps;
     "fresh" sends first, waits, and mixes with the new ones."""
 
-    gamma: float | Literal["theory"] | None = None
+    gamma: float | Literal["theory", "auto"] | None = None
     """cpd: the consensus step size, 0 < gamma <= 1; None: what suits the compressor; "theory": provably stable, and 30
-    to 500 times smaller."""
+    to 500 times smaller; "auto": begins at a quarter of what suits the compressor, and is raised as long as the copies
+    follow."""
 
     dense: list[str] = []
     """cpd: parameters whose names match one of these patterns ("*.bias", "*norm*") are sent uncompressed."""

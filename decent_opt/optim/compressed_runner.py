@@ -7,6 +7,7 @@ order "fresh":   send, absorb, mix, outer momentum
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
@@ -18,11 +19,11 @@ from decent_opt.compression import Compressor, Identity
 from decent_opt.config import DecentConfig
 from decent_opt.gossip import CompressedGossip, Mixable, restart
 from decent_opt.monitoring import Monitor
-from decent_opt.optim.hyperparameters import GAMMA
+from decent_opt.optim.hyperparameters import AUTO, GAMMA
 from decent_opt.optim.own_state import COPY, PULL, REMAINDER
 from decent_opt.optim.replica import Replica
 from decent_opt.optim.round_runner import RoundRunner
-from decent_opt.theory.step_size import GrowthGuard
+from decent_opt.theory.step_size import BLOCK, AutoGamma, GrowthGuard
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class CompressedRunner(RoundRunner):
         super().__init__(replica, config, transport, gossip, monitor, buffers)
         self.compressor = compressor
         self._watched, self._guard, self._quiet_until = Watched(), GrowthGuard(), 0
+        self._block: deque[Tensor] = deque(maxlen=BLOCK)
         self.copies_are_known = True
         """Do all workers' copies and pulls belong together? If not, the next round is an exact average."""
 
@@ -124,11 +126,32 @@ class CompressedRunner(RoundRunner):
         self._outer_step(mixed)
         if self.config.order == "paper":
             self._send(mixables, round)
+        if self.config.gamma == "auto" and len(self._block) == BLOCK:
+            self._tune_gamma()
 
     def _send(self, mixables: list[Mixable], round: int) -> None:
         mixing = self.gossip.send(mixables, round)
         if mixing.error is not None and mixing.scale is not None:
-            self._watched.put(torch.stack([mixing.error, mixing.scale]))
+            norms = torch.stack([mixing.error, mixing.scale])
+            self._watched.put(norms)
+            self._block.append(norms)
+
+    def _tune_gamma(self) -> None:
+        """Once in a block of rounds: the workers' mean of what they have seen decides; collective.
+
+        A block that was begun is not saved: after a resume it begins anew, on all workers.
+        """
+        mean = torch.stack(list(self._block)).mean(dim=0)
+        self._block.clear()
+        self.transport.average_([mean])
+        error, scale = mean.tolist()
+        tuner = AutoGamma(self.compressor.gamma / 4, self.group[AUTO])
+        gamma = tuner.update(error, scale, self._rate())
+        for group in self.optimizer.param_groups:
+            group[GAMMA], group[AUTO] = gamma, tuner.state
+
+    def _rate(self) -> float:
+        return sum(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
 
     def _watch(self, round: int) -> None:
         """Say so, once in a while, when the copies do not follow."""
@@ -136,8 +159,7 @@ class CompressedRunner(RoundRunner):
         if found is None:
             return
         error, scale = found
-        rate = sum(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
-        reason = self._guard.update(error, scale, rate)
+        reason = self._guard.update(error, scale, self._rate())
         if reason is not None and round >= self._quiet_until:
             self._quiet_until = round + QUIET
             gamma = self.group[GAMMA]

@@ -17,16 +17,17 @@ STEP = "decent_step"  # optimizer steps finished
 ROUND = "decent_round"  # rounds begun
 DUE = "decent_due"  # the step after which the round in flight is applied; None if there is none
 GAMMA = "decent_gamma"  # CPD-SGDM: the consensus step size; None with PD-SGDM
+AUTO = "decent_auto"  # what gamma="auto" has seen so far, as text; None without it
 MATRIX = "decent_matrix"  # tells for which W the public copies in the state are; None with PD-SGDM
 _FROM_CONFIG = ("warmup_steps", "global_every", "outer_momentum", "momentum_sync")
 
-OURS = ("period", *_FROM_CONFIG, STEP, ROUND, DUE, GAMMA, MATRIX)
+OURS = ("period", *_FROM_CONFIG, STEP, ROUND, DUE, GAMMA, MATRIX, AUTO)
 
 
 def enter(groups: Sequence[dict[str, Any]], config: DecentConfig, gamma: float | None = None) -> dict[str, Any]:
     """Write into every group what is in force: the first group's values, or else the config's; return them."""
     defaults: dict[str, Any] = {"period": period_to_entry(config.period), STEP: 0, ROUND: 0, DUE: None}
-    defaults[MATRIX] = None
+    defaults |= {MATRIX: None, AUTO: None}
     defaults.update({name: getattr(config, name) for name in _FROM_CONFIG})
     in_force = {name: groups[0].setdefault(name, value) for name, value in defaults.items()}
     # A state of the other algorithm may have been loaded.

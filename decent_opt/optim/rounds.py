@@ -94,7 +94,7 @@ class Rounds:
             claims["algorithm"] = config.algorithm
             if compressor is not None:
                 claims["compressor"] = compressor.spec
-                claims.update({name: repr(getattr(config, name)) for name in ("order", "dense", "seed")})
+                claims.update({name: repr(getattr(config, name)) for name in ("order", "dense", "seed", "gamma")})
                 if fresh and not config.sync_init and transport.size > 1:
                     claims.update(_digests(self.replica.parameters()))
             claims["base optimizer"] = type(optimizer).__name__
@@ -150,6 +150,8 @@ class Rounds:
             largest = max(self.replica.parameters().values(), key=torch.numel)
             layout = Layout.of(largest.shape)
             gamma = choco_gamma(W, compressor.typical_delta(layout)) if self.transport.size > 1 else 1.0
+        if gamma == "auto":
+            gamma = compressor.gamma / 4
         self._gamma = compressor.gamma if gamma is None else gamma
         return compressor
 

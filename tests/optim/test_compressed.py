@@ -302,3 +302,27 @@ def test_gamma_by_the_compressor_by_number_and_by_theory() -> None:
     for default, given, theory in run_ranks(gammas, 8, "loopback"):
         assert (default, given) == (0.4, 1.0)
         assert theory == pytest.approx(0.01246, abs=6e-6)  # sign on a ring of 8
+
+
+def tuned(rank: int, how: str) -> tuple[float, float, bool]:
+    """gamma at the end, the default, and whether a resumed run has the same."""
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.0, "period": 1, "gamma": "auto", "compressor": how}
+    model, again = model_of(), model_of()
+    optimizer = CPDSGDM(model.parameters(), **options)
+    train(model, optimizer, rank, range(104))
+    second = CPDSGDM(again.parameters(), sync_init=True, **options)
+    again.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    same = torch.equal(train(model, optimizer, rank, range(104, 160)), train(again, second, rank, range(104, 160)))
+    assert optimizer.param_groups[0]["decent_gamma"] == second.param_groups[0]["decent_gamma"]
+    optimizer.close()
+    return optimizer.param_groups[0]["decent_gamma"], optimizer.rounds.runner.compressor.gamma, same
+
+
+@pytest.mark.parametrize("how", ["sign", "topk:share=0.1,block=64"])
+def test_gamma_tunes_itself_alike_on_all_ranks(how: str) -> None:
+    results = run_ranks(tuned, 4, "loopback", (how,), timeout=60)
+    assert len({gamma for gamma, _, _ in results}) == 1
+    for gamma, default, same in results:
+        assert gamma > default / 4
+        assert same
