@@ -28,7 +28,8 @@ class GrowthGuard:
     A window of 4, 8, 16 or 32 blocks is cut into quarters with mean levels q1..q4 of log e. It shows growth if
 
         q4 - q1 >= log 6                        the error has grown sixfold at least
-        q3 - q2, q4 - q3 >= 0.8 (q2 - q1) > 0   and has not slowed down
+        q3 - q2, q4 - q3 >= 0.8 (q2 - q1)       and has not slowed down
+        q2 - q1 >= 0.5 (q3 - q2), 0.5 (q4 - q3) nor jumped
         e >= ||x||^2 / 100                      and begins to matter; 1e-6 ||x||^2 for the two longer windows
 
     A power r^a whose window has grown sixfold has slowed down below 0.8 for all a <= 4, and so has any error that
@@ -42,7 +43,7 @@ class GrowthGuard:
 
     SMALL: ClassVar = {1: 1e-2, 2: 1e-2, 4: 1e-6, 8: 1e-6}  # blocks in a quarter -> least e / ||x||^2 that counts
     FOLD = 6.0
-    KEPT = 0.8
+    KEPT, BEFORE = 0.8, 0.5
 
     def __init__(self) -> None:
         self._levels: deque[float] = deque(maxlen=4 * max(self.SMALL))
@@ -78,7 +79,8 @@ class GrowthGuard:
         last = list(self._levels)[-4 * quarter :]
         q = [sum(last[i : i + quarter]) / quarter for i in range(0, 4 * quarter, quarter)]
         first, *later = (after - before for before, after in pairwise(q))
-        if q[3] - q[0] < math.log(self.FOLD) or first <= 0.0 or min(later) < self.KEPT * first:
+        steady = min(later) >= self.KEPT * first and first >= self.BEFORE * max(later)
+        if q[3] - q[0] < math.log(self.FOLD) or not steady:
             return None
         return f"||x - xhat||^2 has grown {math.exp(q[3] - q[0]):.3g}-fold in {4 * quarter * BLOCK} rounds, steadily"
 
@@ -87,16 +89,18 @@ class AutoGamma:
     """Raises gamma while the error stays where it is, and halves it when the error grows.
 
     Called after every block with means over its rounds and over all workers, so that all take the same decision. With
-    y = log e, and `low` the lowest y of late, log(1e-6 ||x||^2) at least (below that nothing is worth a reaction):
+    y = log e, log(1e-6 ||x||^2) at least (below that nothing is worth a reaction), and `usual` following y slowly:
 
-        y > low + log 4         the error has grown fourfold: gamma <- gamma / 2, which is also the ceiling from now on
+        y > usual + log 4       the error has grown fourfold: gamma <- gamma / 2, which is also the ceiling from now on
         y <= last + log 1.05    quiet: gamma <- 1.25 gamma, up to the ceiling; but not while e > ||x||^2 / 10
         else                    wait
 
-    The start is the floor, so it has to be safe: there the error may grow as it likes, as it does when the copies begin
-    to fall behind. `low` creeps up by 1 % per block and the ceiling by 2 %: a slow change of the gradients is no
-    growth, and a ceiling that was found in a bad moment is tried again. A rising learning rate makes the error rise, so
-    nothing is decided then.
+    `usual` rises by 1 % per block at most, so that a slow change of the gradients is no growth, and falls by 10 % at
+    most, so that it is no growth when the error comes back to where it was. The ceiling rises by 2 % per block: what
+    was found in a bad moment is tried again. A rising learning rate makes the error rise, so nothing is decided then.
+    Where the copies start from x, at the beginning and after an exact average, the error shoots up while the workers
+    part: nothing is compared until the first quiet block, except with ||x||^2. The start is the floor and has to be
+    safe.
 
     Args:
         start: the first and the smallest gamma.
@@ -107,30 +111,38 @@ class AutoGamma:
     FOLD = math.log(4.0)
     QUIET = math.log(1.05)
     SMALL, LARGE = 1e-6, 0.1
+    UP, DOWN = math.log(1.01), math.log(1.1)
 
     def __init__(self, start: float, state: str | None = None) -> None:
         self.start = start
-        self.gamma, self.ceiling, self.low, self.last, self.lr = start, 1.0, math.inf, -math.inf, 0.0
+        self.gamma, self.ceiling, self.usual, self.last, self.lr = start, 1.0, math.inf, -math.inf, 0.0
         if state is not None:
-            self.gamma, self.ceiling, self.low, self.last, self.lr = map(float, state.split(";"))
+            self.gamma, self.ceiling, self.usual, self.last, self.lr = map(float, state.split(";"))
 
     @property
     def state(self) -> str:
-        """All that must survive, as text: gamma;ceiling;low;last;lr."""
-        return ";".join(map(repr, (self.gamma, self.ceiling, self.low, self.last, self.lr)))
+        """All that must survive, as text: gamma;ceiling;usual;last;lr."""
+        return ";".join(map(repr, (self.gamma, self.ceiling, self.usual, self.last, self.lr)))
 
     def update(self, error: float, scale: float, lr: float) -> float:
         """One block: mean e, mean ||x||^2, and the sum of the learning rates; return gamma of the next block."""
         finite = math.isfinite(error) and math.isfinite(scale)
         y = math.log(max(error, self.SMALL * scale, 1e-300)) if finite else math.inf
         rising, self.lr = lr > self.lr, lr
-        last, self.last = self.last, y
-        self.ceiling = min(1.0, 1.02 * self.ceiling)
-        judged = self.gamma > self.start and not rising
-        self.low = min(y, self.low + math.log(1.01)) if judged else y
-        if not finite or y > self.low + self.FOLD:
+        quiet = y <= self.last + self.QUIET and not rising
+        self.last, self.ceiling = y, min(1.0, 1.02 * self.ceiling)
+        starting = self.usual == math.inf
+        if (starting and quiet) or (not starting and (rising or self.gamma == self.start)):
+            self.usual = y
+        elif not starting:
+            self.usual = min(max(y, self.usual - self.DOWN), self.usual + self.UP)
+        if not finite or y > self.usual + self.FOLD or (starting and error > scale):
             self.gamma = self.ceiling = max(self.start, self.gamma / 2)
-            self.low = y
-        elif y <= last + self.QUIET and not rising and error < self.LARGE * scale:
+            self.usual = y
+        elif quiet and error < self.LARGE * scale:
             self.gamma = max(self.start, min(self.RAISE * self.gamma, self.ceiling))
         return self.gamma
+
+    def restart(self) -> None:
+        """The copies have restarted from x: what comes now cannot be compared with what was."""
+        self.usual = math.inf
