@@ -87,8 +87,9 @@ def compressors(
     specs: Annotated[
         list[str] | None, typer.Argument(help="Only these: sign, topk:share=0.1,block=256 ... Default: all.")
     ] = None,
-    elements: Annotated[int, typer.Option("--elements", min=1024, help="Length of the vector that is timed.")] = 1
-    << 22,
+    elements: Annotated[
+        int, typer.Option("--elements", min=1024, help="Length of the vector that is timed.")
+    ] = 4_194_304,
 ) -> None:
     """List the compressors of CPD-SGDM and of the DDP hook: what they promise, and how fast they are here.
 

@@ -53,11 +53,6 @@ class Stretch:
         return slice(self.chunk, self.chunk + self.segments * self.rows)
 
 
-def flat(numel: int) -> Layout:
-    """A vector without rows: one run, whatever it is made of."""
-    return Layout(((numel, 1),) if numel else ())
-
-
 @lru_cache(maxsize=256)
 def stretches(layout: Layout, chunk: int) -> tuple[Stretch, ...]:
     """All chunks of a vector: each of `chunk` elements at most, and of whole rows or an equal part of a row.

@@ -47,7 +47,7 @@ class _Quantizer(Compressor):
         for part in chunks.pieces(layout, self.chunk, "cpu"):
             values = x[part.elements].to(scales.dtype).view(-1, part.width)
             scale = scales[part.chunks]
-            torch.maximum(values.amax(1), -values.amin(1), out=scale)  # ten times as fast as `aminmax`
+            torch.maximum(values.amax(1), -values.amin(1), out=scale)  # ten times as fast as `aminmax` along a dim
             factor = torch.where(scale > 0, levels / scale, 0.0)
             # A denormal scale has no reciprocal; its chunk is zero as far as float32 can tell.
             factor = torch.where(factor.isfinite(), factor, 0.0)

@@ -57,6 +57,7 @@ class Bucket:
 
     def read(self, out: Tensor) -> None:
         """Copy the values, one piece after the other, into `out` of shape (numel,), converting to its dtype."""
+        self._refresh()
         if out.dtype == self.dtype and not self.remainders:
             torch.cat(self.pieces, out=out)
             return
@@ -77,13 +78,16 @@ class Bucket:
 
     def add(self, correction: Tensor) -> None:
         """x <- x + correction, of shape (numel,) and dtype `wide`; the correction is used up."""
-        for tensor, piece in self.scattered:
-            piece.view(tensor.shape).copy_(tensor)  # it may have moved since the bucket was made
+        self._refresh()
         parts = self.split(correction)
         torch._foreach_add_(parts, self.pieces)
         if self.remainders:
             torch._foreach_add_(parts, self.remainders)
         self.write(correction)
+
+    def _refresh(self) -> None:
+        for tensor, piece in self.scattered:
+            piece.view(tensor.shape).copy_(tensor)  # it may have moved since the bucket was made
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Views of a flat tensor of shape (numel,), one per piece."""

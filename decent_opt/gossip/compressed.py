@@ -50,7 +50,7 @@ class Mixable:
 
 
 @dataclass
-class _Part:
+class Part:
     """One bucket of parameters with their copies and pulls cut in the same way."""
 
     bucket: Bucket
@@ -70,7 +70,7 @@ class _Part:
 class _Posted:
     """A bucket's messages on their way."""
 
-    part: _Part
+    part: Part
     message: Tensor
     incoming: dict[int, Tensor]
     pending: Pending
@@ -83,14 +83,14 @@ class _Rooms:
     holes that it leaves, and the next does not fit any more.
     """
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         self._rooms: dict[object, Tensor] = {}
         for part in sorted(parts, key=lambda part: part.bucket.numel, reverse=True):
             bucket = part.bucket
             if bucket.kind not in self._rooms:
                 self._rooms[bucket.kind] = torch.empty(bucket.numel, dtype=bucket.wide, device=bucket.device)
 
-    def of(self, part: _Part) -> Tensor:
+    def of(self, part: Part) -> Tensor:
         """A flat tensor of the bucket's length, of any content."""
         return self._rooms[part.bucket.kind][: part.bucket.numel]
 
@@ -117,9 +117,24 @@ class CompressedGossip:
         """The round whose messages have been posted and not absorbed, if there is one."""
         return self._round if self._posted else None
 
-    def mix(self, mixables: Sequence[Mixable], gamma: float) -> None:
+    def cut(self, mixables: Sequence[Mixable]) -> list[Part]:
+        """Cut the parameters into buckets: those of one compressor together, small ones last, so that they adjoin."""
+        parts = []
+        for compressor in dict.fromkeys(m.compressor for m in mixables):
+            mine = [(place, m) for place, m in enumerate(mixables) if m.compressor == compressor]
+            mine.sort(key=lambda item: memory_row(item[1].x) == 1)
+            rows = [memory_row(m.x) for _, m in mine]
+            buckets = make_buckets([m.x for _, m in mine], self.bucket_bytes, [m.remainder for _, m in mine], rows)
+            for bucket in buckets:
+                runs = [(stop - start, _row(start, stop, rows[i])) for i, start, stop in bucket.spans]
+                copies = [flatten(mine[i][1].copy)[0][start:stop] for i, start, stop in bucket.spans]
+                pulls = [flatten(mine[i][1].pull)[0][start:stop] for i, start, stop in bucket.spans]
+                bucket.spans = [(mine[i][0], start, stop) for i, start, stop in bucket.spans]
+                parts.append(Part(bucket, Layout.join(runs), compressor, copies, pulls))
+        return parts
+
+    def mix(self, parts: Sequence[Part], gamma: float) -> None:
         """x <- x + gamma z."""
-        parts = self._parts(mixables)
         rooms = _Rooms(parts)
         for part in parts:
             bucket = part.bucket
@@ -130,10 +145,10 @@ class CompressedGossip:
                 torch.cat(part.pulls, out=correction)
                 bucket.add(correction.mul_(gamma))
 
-    def send(self, mixables: Sequence[Mixable], round: int) -> Mixing:
+    def send(self, parts: Sequence[Part], round: int) -> Mixing:
         """q = Q(x - xhat); xhat <- xhat + q; post q to the neighbours. What is returned `absorb` completes."""
         self._round, self._mixing = round, Mixing()
-        norms, moved, parts = [], [], self._parts(mixables)
+        norms, moved = [], []
         rooms = _Rooms(parts)
         for part in parts:
             began = time.perf_counter()
@@ -164,10 +179,13 @@ class CompressedGossip:
             with phase("decode"):
                 self._decode(posted, rooms.of(posted.part))
             self._mixing.decode_seconds += time.perf_counter() - began
+        if self._round == 0 and self._mixing.error is not None:
+            # Where nobody has moved yet, as in a step with a learning rate of 0, equal messages say nothing.
+            self._mixing.identical = bool(self._mixing.error) and all(map(_all_the_same, self._posted))
         self._posted = []
         return self._mixing
 
-    def _encode(self, part: _Part, message: Tensor, difference: Tensor) -> Tensor:
+    def _encode(self, part: Part, message: Tensor, difference: Tensor) -> Tensor:
         """Fill the message and move the public copy; `difference` is room. Return ||x - xhat||^2 and ||x||^2, (2,)."""
         part.bucket.read(difference)
         scale = torch.dot(difference, difference)
@@ -204,22 +222,6 @@ class CompressedGossip:
             part.compressor.decode_add_(pulled, part.layout, payload(message), weight, key)
         torch._foreach_add_(part.pulls, part.bucket.split(pulled))
 
-    def _parts(self, mixables: Sequence[Mixable]) -> list[_Part]:
-        """Cut the parameters into buckets: those of one compressor together, small ones last, so that they adjoin."""
-        parts = []
-        for compressor in dict.fromkeys(m.compressor for m in mixables):
-            mine = [(place, m) for place, m in enumerate(mixables) if m.compressor == compressor]
-            mine.sort(key=lambda item: memory_row(item[1].x) == 1)
-            rows = [memory_row(m.x) for _, m in mine]
-            buckets = make_buckets([m.x for _, m in mine], self.bucket_bytes, [m.remainder for _, m in mine], rows)
-            for bucket in buckets:
-                runs = [(stop - start, _row(start, stop, rows[i])) for i, start, stop in bucket.spans]
-                copies = [flatten(mine[i][1].copy)[0][start:stop] for i, start, stop in bucket.spans]
-                pulls = [flatten(mine[i][1].pull)[0][start:stop] for i, start, stop in bucket.spans]
-                bucket.spans = [(mine[i][0], start, stop) for i, start, stop in bucket.spans]
-                parts.append(_Part(bucket, Layout.join(runs), compressor, copies, pulls))
-        return parts
-
 
 def restart(mixables: Iterable[Mixable]) -> None:
     """xhat <- x, z <- 0; right only where all workers have the same x."""
@@ -241,6 +243,12 @@ def memory_row(tensor: Tensor) -> int:
 def _row(start: int, stop: int, row: int) -> int:
     # A piece that was cut within a row has nothing to align to.
     return row if start % row == 0 and stop - start >= row else 1
+
+
+def _all_the_same(posted: _Posted) -> bool:
+    """Have all neighbours sent what this worker has? Never so where each has blocks or roundings of its own."""
+    own = payload(posted.message)
+    return bool(posted.incoming) and all(torch.equal(payload(message), own) for message in posted.incoming.values())
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:

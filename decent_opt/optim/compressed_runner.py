@@ -7,8 +7,9 @@ order "fresh":   send, absorb, mix, outer momentum
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor
 from decent_opt.communication import Transport
 from decent_opt.compression import Compressor, Identity
 from decent_opt.config import DecentConfig
-from decent_opt.gossip import CompressedGossip, Mixable, restart
+from decent_opt.gossip import CompressedGossip, Mixable, average_, restart
+from decent_opt.gossip.compressed import Part
 from decent_opt.monitoring import Monitor
-from decent_opt.optim.hyperparameters import AUTO, GAMMA
+from decent_opt.optim.compressed_setup import first_gamma
+from decent_opt.optim.hyperparameters import AUTO, GAMMA, MATRIX
 from decent_opt.optim.own_state import COPY, PULL, REMAINDER
 from decent_opt.optim.replica import Replica
-from decent_opt.optim.round_runner import RoundRunner
+from decent_opt.optim.round_runner import RoundRunner, exact_mixing
 from decent_opt.theory.step_size import BLOCK, AutoGamma, GrowthGuard
 
 logger = logging.getLogger(__name__)
@@ -60,7 +63,8 @@ class Watched:
 class CompressedRunner(RoundRunner):
     """`RoundRunner` for `algorithm="cpd"`.
 
-    Buffers are not mixed in rounds, as there are no public copies of them; `consensus_` averages them.
+    Buffers are not mixed in rounds, as there are no public copies of them; `consensus_` averages them. Where copies and
+    pulls do not belong together, because the state is of another W or of PD-SGDM, the next round is an exact average.
     """
 
     gossip: CompressedGossip
@@ -79,8 +83,8 @@ class CompressedRunner(RoundRunner):
         self.compressor = compressor
         self._watched, self._guard, self._quiet_until = Watched(), GrowthGuard(), 0
         self._block: deque[Tensor] = deque(maxlen=BLOCK)
-        self.copies_are_known = True
-        """Do all workers' copies and pulls belong together? If not, the next round is an exact average."""
+        self._copies_fit = True
+        self._confirmed = True
 
     @property
     def codec(self) -> str:
@@ -108,29 +112,62 @@ class CompressedRunner(RoundRunner):
         """The same: what is taken in is in the state, and takes effect at the next round."""
         self.settle()
 
+    def check_loaded(self, matrix: str, fresh: bool = False) -> None:
+        """Are there copies in the state, and were they made for this W?"""
+        state = self.optimizer.state
+        begun = [COPY in state.get(p, {}) for p in self.replica.trainable().values()]
+        # Copies may begin where the workers are equal: at a start, or where nothing was stepped yet.
+        beginning = not any(begun) and (fresh or not state)
+        self._copies_fit = beginning or (all(begun) and self.group[MATRIX] == matrix)
+        self._confirmed = beginning and fresh
+        self._block.clear()
+        for group in self.optimizer.param_groups:
+            group[MATRIX] = matrix
+
     def are_equal(self) -> None:
-        self.own.create(self.replica.trainable().values(), bool(self.group["outer_momentum"]))
-        restart(self._mixables())
-        self.copies_are_known = True
+        state = self.optimizer.state
+        restart(self._mixables([n for n, p in self.replica.trainable().items() if COPY in state.get(p, {})]))
+        self._copies_fit = self._confirmed = True
+        self._block.clear()
+        if self.group[AUTO] is not None:
+            tuner = self._tuner()
+            tuner.restart()
+            self._keep(tuner)
 
     def _wants_exact_average(self, round: int) -> bool:
-        return not self.copies_are_known or super()._wants_exact_average(round)
+        if not self._confirmed:
+            # One rank may have loaded what fits, another what does not: all of them have to do the same.
+            self._copies_fit = all(self.transport.gather(self._copies_fit))
+            self._confirmed = True
+        return not self._copies_fit or super()._wants_exact_average(round)
 
     def _gossip(self, mixed: list[Tensor], round: int) -> None:
-        self.own.create(mixed, bool(self.group["outer_momentum"]))  # of parameters that were unfrozen since
-        mixables, gamma = self._mixables(), self.group[GAMMA]
+        self._admit_unfrozen(mixed, round)
+        parts, gamma = self.gossip.cut(self._mixables()), self.group[GAMMA]
         if self.config.order == "fresh":
-            self._send(mixables, round)
+            self._send(parts, round)
             self.settle()
-        self.gossip.mix(mixables, gamma)
+        self.gossip.mix(parts, gamma)
         self._outer_step(mixed)
         if self.config.order == "paper":
-            self._send(mixables, round)
+            self._send(parts, round)
         if self.config.gamma == "auto" and len(self._block) == BLOCK:
             self._tune_gamma()
 
-    def _send(self, mixables: list[Mixable], round: int) -> None:
-        mixing = self.gossip.send(mixables, round)
+    def _admit_unfrozen(self, mixed: list[Tensor], round: int) -> None:
+        """Parameters that are trained since the last round have parted already: average them, then begin their copies.
+
+        All workers have agreed on the layout of this round, so they find the same ones.
+        """
+        new = [p for p in mixed if COPY not in self.optimizer.state.get(p, {})]
+        if new:
+            began = time.perf_counter()
+            sent = average_(self.transport, new, self.bucket_bytes, self.own.remainders(new))
+            self.own.create(new, bool(self.group["outer_momentum"]))
+            self.record("average", round, exact_mixing(sent, began), new)
+
+    def _send(self, parts: list[Part], round: int) -> None:
+        mixing = self.gossip.send(parts, round)
         if mixing.error is not None and mixing.scale is not None:
             norms = torch.stack([mixing.error, mixing.scale])
             self._watched.put(norms)
@@ -145,10 +182,16 @@ class CompressedRunner(RoundRunner):
         self._block.clear()
         self.transport.average_([mean])
         error, scale = mean.tolist()
-        tuner = AutoGamma(self.compressor.gamma / 4, self.group[AUTO])
-        gamma = tuner.update(error, scale, self._rate())
+        tuner = self._tuner()
+        tuner.update(error, scale, self._rate())
+        self._keep(tuner)
+
+    def _tuner(self) -> AutoGamma:
+        return AutoGamma(first_gamma(self.compressor), self.group[AUTO])
+
+    def _keep(self, tuner: AutoGamma) -> None:
         for group in self.optimizer.param_groups:
-            group[GAMMA], group[AUTO] = gamma, tuner.state
+            group[GAMMA], group[AUTO] = tuner.gamma, tuner.state
 
     def _rate(self) -> float:
         return sum(float(group.get("lr", 0.0)) for group in self.optimizer.param_groups)
@@ -174,11 +217,12 @@ class CompressedRunner(RoundRunner):
                 self.codec,
             )
 
-    def _mixables(self) -> list[Mixable]:
+    def _mixables(self, names: Collection[str] | None = None) -> list[Mixable]:
         state = self.optimizer.state
         return [
             Mixable(p, state[p][COPY], state[p][PULL], self._compressor_of(name), state[p].get(REMAINDER))
             for name, p in self.replica.trainable().items()
+            if names is None or name in names
         ]
 
     def _compressor_of(self, name: str) -> Compressor:

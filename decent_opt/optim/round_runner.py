@@ -83,6 +83,9 @@ class RoundRunner:
     def are_equal(self) -> None:
         """Called when all workers hold the same parameters: after an exact average, and at the end of the warm-up."""
 
+    def check_loaded(self, matrix: str, fresh: bool = False) -> None:
+        """Called with a text that tells W apart when there may be another state: a loaded one, or none (`fresh`)."""
+
     def _gossip(self, mixed: list[Tensor], round: int) -> None:
         assert not isinstance(self.gossip, CompressedGossip)
         self.gossip.start(mixed, round, self.own.remainders(mixed))

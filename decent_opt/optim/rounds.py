@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decent_opt.communication import Transport, agreement
-from decent_opt.compression import Compressor, Layout, make_compressor
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
 from decent_opt.gossip import (
@@ -33,13 +31,12 @@ from decent_opt.gossip.buckets import MIXABLE
 from decent_opt.monitoring import Monitor
 from decent_opt.optim import consensus, hyperparameters, outer
 from decent_opt.optim.compressed_runner import CompressedRunner
+from decent_opt.optim.compressed_setup import check_topology, compressor_and_gamma, digests
 from decent_opt.optim.gradients import LearnsFromAverages, average_gradients_
-from decent_opt.optim.hyperparameters import DUE, MATRIX, ROUND, STEP
-from decent_opt.optim.own_state import COPY
+from decent_opt.optim.hyperparameters import DUE, ROUND, STEP
 from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.round_runner import RoundRunner, exact_mixing
 from decent_opt.optim.schedule import round_is_due
-from decent_opt.theory.consensus import choco_gamma
 from decent_opt.topology import Topology, make_topology
 
 
@@ -87,7 +84,10 @@ class Rounds:
                 hyperparameters.check_alike(optimizer.param_groups[0], group)
             topology = make_topology(config.topology, transport.size)
             self._matrix = f"{topology.name} {_digest(topology)}"
-            compressor = self._make_compressor(topology) if config.algorithm == "cpd" else None
+            compressor = None
+            if config.algorithm == "cpd":
+                check_topology(topology)
+                compressor, self._gamma = compressor_and_gamma(config, topology, self.replica.parameters())
             claims.update({name: repr(value) for name, value in self.enter_hyperparameters().items()})
             gossip = self._make_gossip(topology)
             claims["topology"] = self._matrix
@@ -96,7 +96,7 @@ class Rounds:
                 claims["compressor"] = compressor.spec
                 claims.update({name: repr(getattr(config, name)) for name in ("order", "dense", "seed", "gamma")})
                 if fresh and not config.sync_init and transport.size > 1:
-                    claims.update(_digests(self.replica.parameters()))
+                    claims.update(digests(self.replica.parameters()))
             claims["base optimizer"] = type(optimizer).__name__
             claims["bucket_mb"] = repr(config.bucket_mb)
             claims["sync_init"] = repr(config.sync_init)
@@ -122,7 +122,7 @@ class Rounds:
             self.runner = CompressedRunner(
                 self.replica, self.config, transport, gossip, monitor, self._mixed_buffers, compressor
             )
-        self._check_copies()
+        self.runner.check_loaded(self._matrix, fresh)
         self._entries_ready = False
 
     def close(self) -> None:
@@ -132,43 +132,10 @@ class Rounds:
             if transport is not None:
                 transport.close()
 
-    def _make_compressor(self, topology: Topology) -> Compressor:
-        """The compressor of CPD-SGDM, after a check that the rest of the configuration goes with it."""
-        if self.inside is not None:
-            raise ConfigError('algorithm: allowed is "pd" with hosts, got "cpd"')
-        W = topology.matrix(0)
-        if topology.period > 1 or not np.array_equal(W, W.T):
-            why = f"changes over {topology.period} rounds" if topology.period > 1 else "is directed"
-            raise ConfigError(
-                'topology: algorithm="cpd" needs one symmetric W for all rounds, because public copies are kept of it, '
-                f'got {topology.name}, which {why}; take ring, torus, hypercube or complete, or algorithm="pd"'
-            )
-        compressor = make_compressor(self.config.compressor)
-        gamma = self.config.gamma
-        if gamma == "theory":
-            # Of the largest parameter: small ones are packed together and fare better.
-            largest = max(self.replica.parameters().values(), key=torch.numel)
-            layout = Layout.of(largest.shape)
-            gamma = choco_gamma(W, compressor.typical_delta(layout)) if self.transport.size > 1 else 1.0
-        if gamma == "auto":
-            gamma = compressor.gamma / 4
-        self._gamma = compressor.gamma if gamma is None else gamma
-        return compressor
-
-    def _check_copies(self) -> None:
-        """After loading: are there copies, and for this W? Else the next round takes an exact average and restarts."""
-        if not isinstance(self.runner, CompressedRunner):
-            return
-        known = self.group[MATRIX] in (None, self._matrix)
-        if self.group[ROUND]:
-            state = self.optimizer.state
-            known = known and all(COPY in state.get(p, {}) for p in self.replica.trainable().values())
-        self.runner.copies_are_known = self.runner.copies_are_known and known
-        for group in self.optimizer.param_groups:
-            group[MATRIX] = self._matrix
-
     def _make_gossip(self, topology: Topology) -> PeriodicGossip | OverlappedGossip | CompressedGossip:
         if self.config.algorithm == "cpd":
+            if self.inside is not None:
+                raise ConfigError('algorithm: allowed is "pd" with hosts, got "cpd"')
             return CompressedGossip(self.transport, topology, self.bucket_bytes, self.config.seed)
         overlap = self.config.overlap_steps
         dtype = getattr(torch, self.config.message_dtype) if self.config.message_dtype else None
@@ -204,7 +171,7 @@ class Rounds:
     def enter_loaded(self) -> None:
         """After `load_state_dict`: what was loaded is in force from here on."""
         self.enter_hyperparameters()
-        self._check_copies()
+        self.runner.check_loaded(self._matrix)
 
     def admit(self, group: dict[str, Any]) -> None:
         """Take in a parameter group that was just added; collective: every rank adds it at the same step."""
@@ -218,6 +185,8 @@ class Rounds:
             hyperparameters.check_alike(self.group, group)
             self.enter_hyperparameters()
             claims.update(describe(new))
+            if self.config.algorithm == "cpd" and not self.config.sync_init:
+                claims.update(digests(new))
         if self.config.sync_init:
             broadcast_(self.transport, list(new.values()), self.bucket_bytes)
 
@@ -334,16 +303,6 @@ class Rounds:
             return 0.0
         tensors = list(self.replica.trainable().values())
         return consensus.distance(self.transport, tensors, self.runner.own.remainders(tensors), self.bucket_bytes)
-
-
-def _digests(parameters: dict[str, Tensor]) -> dict[str, str]:
-    """A line per parameter about its values: public copies begin at x_0, which has to be equal on all ranks."""
-    return {
-        f"sync_init=False, start of {name}": hashlib.sha256(
-            p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()[:12]
-        for name, p in parameters.items()
-    }
 
 
 def _digest(topology: Topology) -> str:

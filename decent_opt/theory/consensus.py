@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from decent_opt.errors import ConfigError
-from decent_opt.topology import Topology
-from decent_opt.topology.validation import check_consensus, check_doubly_stochastic
+from decent_opt.topology import Topology, beta, make_topology, spectral_gap
+from decent_opt.topology.validation import is_symmetric
 
 Mixing = Topology | np.ndarray
 """A topology of one matrix, or the matrix W itself."""
@@ -27,8 +27,8 @@ def choco_gamma(mixing: Mixing, delta: float) -> float:
     Raises:
         ConfigError: W changes over the rounds, is not symmetric or not a mixing matrix; delta is not in (0, 1].
     """
-    rho, beta = _rho_and_beta(mixing, delta)
-    return rho * delta / (16 * rho + rho**2 + 4 * beta**2 + 2 * rho * beta**2 - 8 * rho * delta)
+    rho, b = _rho_and_beta(mixing, delta)
+    return rho * delta / (16 * rho + rho**2 + 4 * b**2 + 2 * rho * b**2 - 8 * rho * delta)
 
 
 def choco_rate(mixing: Mixing, delta: float) -> float:
@@ -44,25 +44,17 @@ def choco_rate(mixing: Mixing, delta: float) -> float:
 def _rho_and_beta(mixing: Mixing, delta: float) -> tuple[float, float]:
     if not 0 < delta <= 1:
         raise ConfigError(f"delta: allowed is a number > 0 and <= 1, got {delta!r}")
-    W, name = _matrix(mixing)
-    if not np.allclose(W, W.T, rtol=0, atol=1e-8):
+    topology = make_topology(mixing, len(mixing)) if isinstance(mixing, np.ndarray) else mixing
+    if topology.period > 1:
+        raise ConfigError(
+            f"topology: the theory of public copies needs the same W in every round, but {topology.name} has "
+            f'{topology.period} different ones; use a graph that does not change, such as "ring"'
+        )
+    W = topology.matrix(0)
+    if not is_symmetric(W):
+        name = "this one" if topology.name == "custom" else topology.name
         raise ConfigError(
             f"topology: the theory of public copies needs a symmetric W, but {name} is directed; use an "
             'undirected graph, such as "ring", or set gamma yourself'
         )
-    eigenvalues = np.linalg.eigvalsh(W)  # ascending; the last one is 1
-    slowest = max(abs(eigenvalues[0]), abs(eigenvalues[-2])) if len(W) > 1 else 0.0
-    return float(1 - slowest), float(1 - eigenvalues[0])
-
-
-def _matrix(mixing: Mixing) -> tuple[np.ndarray, str]:
-    if isinstance(mixing, np.ndarray):
-        check_doubly_stochastic([mixing])
-        check_consensus([mixing])
-        return mixing, "this one"
-    if mixing.period > 1:
-        raise ConfigError(
-            f"topology: the theory of public copies needs the same W in every round, but {mixing.name} has "
-            f'{mixing.period} different ones; use a graph that does not change, such as "ring"'
-        )
-    return mixing.matrix(0), mixing.name
+    return spectral_gap(topology), beta(topology)

@@ -47,6 +47,11 @@ def check_doubly_stochastic(matrices: Sequence[np.ndarray]) -> None:
                 )
 
 
+def is_symmetric(W: np.ndarray) -> bool:
+    """Does every worker give what it gets, up to the tolerance of the sums?"""
+    return bool(np.allclose(W, W.T, rtol=0, atol=SUM_TOLERANCE))
+
+
 def check_consensus(matrices: Sequence[np.ndarray]) -> None:
     """Raise a ConfigError if no number of rounds brings the workers of these matrices together."""
     linked = reduce(np.logical_or, (W > 0 for W in matrices))

@@ -25,7 +25,7 @@ def peak_growth_mb(rank: int, name: str, spec: str) -> float:
         return [Mixable(torch.ones(shape), torch.zeros(shape), torch.zeros(shape), compressor) for _ in range(count)]
 
     gossip = CompressedGossip(transport, make_topology(name, transport.size), BUCKET_MB * 10**6)
-    small, model = mixables(1, (100, 50)), mixables(MATRICES, (ROWS, WIDTH))
+    small, model = gossip.cut(mixables(1, (100, 50))), gossip.cut(mixables(MATRICES, (ROWS, WIDTH)))
     gossip.send(small, 0)  # connections and library buffers are there from now on
     gossip.absorb()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from decent_opt import PDSGDM, ConfigError
-from decent_opt.communication import Pending, Traffic, Transport
 from decent_opt.testing import RankPool, run_ranks, seeded
+from tests.delayed import Delayed
 
 
 def model_of() -> nn.Module:
@@ -83,31 +82,6 @@ def test_consensus_completes_the_round_in_flight() -> None:
     for _, after in results:
         assert torch.equal(after, results[0][1])
         assert torch.allclose(after, mean, atol=1e-6)  # corrections of a doubly stochastic W sum to zero
-
-
-class Delayed:
-    """A transport whose messages arrive no sooner than `delay` seconds after they were posted."""
-
-    def __init__(self, inner: Transport, delay: float) -> None:
-        self.inner, self.delay, self.rank, self.size = inner, delay, inner.rank, inner.size
-
-    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], round: int) -> Pending:
-        pending, arrival = self.inner.post(sends, receives, round), time.perf_counter() + self.delay
-
-        class Late:
-            def wait(self) -> Traffic:
-                began = time.perf_counter()
-                time.sleep(max(0.0, arrival - began))
-                late = time.perf_counter() - began
-                traffic = pending.wait()
-                peer = next(iter(traffic.wait_seconds))
-                traffic.wait_seconds[peer] += late
-                return traffic
-
-        return Late()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def exposed(rank: int, overlap: int, share: float) -> tuple[float, float]:

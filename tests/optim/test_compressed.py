@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from decent_opt import CPDSGDM, PDSGDM, ConfigError, Decentralized, LocalAdamW
-from decent_opt.communication import Pending, Traffic, Transport
 from decent_opt.testing import RankPool, run_ranks, seeded
+from tests.delayed import Delayed
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "period": 4, "outer_momentum": 0.5}
 
@@ -214,31 +213,6 @@ def test_freezing_keeps_the_copies_together() -> None:
         assert sizes[0] == sizes[1] == sizes[4] == sizes[5] > sizes[2] == sizes[3]
 
 
-class Delayed:
-    """A transport whose messages arrive no sooner than `delay` seconds after they were posted."""
-
-    def __init__(self, inner: Transport, delay: float) -> None:
-        self.inner, self.delay, self.rank, self.size = inner, delay, inner.rank, inner.size
-
-    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], round: int) -> Pending:
-        pending, arrival = self.inner.post(sends, receives, round), time.perf_counter() + self.delay
-
-        class Late:
-            def wait(self) -> Traffic:
-                began = time.perf_counter()
-                time.sleep(max(0.0, arrival - began))
-                late = time.perf_counter() - began
-                traffic = pending.wait()
-                peer = next(iter(traffic.wait_seconds))
-                traffic.wait_seconds[peer] += late
-                return traffic
-
-        return Late()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 def exposed(rank: int, order: str, share: float) -> tuple[float, float, Tensor]:
     """Least seconds waited in a round, the delay (a share of the compute of a period, 80 ms a step), and the result."""
     period, rounds, compute = 5, 5, 0.08
@@ -326,3 +300,101 @@ def test_gamma_tunes_itself_alike_on_all_ranks(how: str) -> None:
     for gamma, default, same in results:
         assert gamma > default / 4
         assert same
+
+
+def unfrozen(rank: int) -> tuple[list[str], float, float]:
+    """A layer that is trained from step 5 on only, and has parted until the next round."""
+    model = model_of()
+    for p in model[0].parameters():  # type: ignore[index]
+        p.requires_grad_(False)
+    optimizer = CPDSGDM(model.parameters(), lr=0.05, period=4, compressor="identity", gamma=1.0, order="fresh")
+    train(model, optimizer, rank, range(5))
+    for p in model[0].parameters():  # type: ignore[index]
+        p.requires_grad_(True)
+    train(model, optimizer, rank, range(5, 12))
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, momentum=0.0)
+    train(model, optimizer, rank, range(12, 60))
+    optimizer.close()
+    total = pulls_of(optimizer).reshape(1, -1).clone()
+    optimizer.rounds.transport.average_([total])
+    kinds = [r.kind for r in optimizer.monitor.records][:4]
+    return kinds, float(total.abs().max()), optimizer.consensus_distance()
+
+
+def test_what_is_unfrozen_between_rounds_is_averaged_before_its_copies_begin() -> None:
+    for kinds, total, distance in run_ranks(unfrozen, 3, "loopback"):
+        assert kinds == ["gossip", "average", "gossip", "gossip"]
+        assert total < 1e-6
+        assert distance < 1e-5  # copies that began apart would keep the workers apart for ever
+
+
+def one_of_another_state(rank: int) -> list[str]:
+    model, fresh = model_of(), model_of()
+    optimizer = CPDSGDM(model.parameters(), lr=0.05, period=4)
+    train(model, optimizer, rank, range(9))
+    saved = optimizer.state_dict()
+    if rank == 1:
+        for entries in saved["state"].values():
+            del entries["decent_public_copy"], entries["decent_pull"]
+    new = CPDSGDM(fresh.parameters(), lr=0.05, period=4)
+    new.load_state_dict(saved)
+    train(fresh, new, rank, range(9, 20))
+    new.close()
+    return [r.kind for r in new.monitor.records]
+
+
+def test_all_ranks_average_when_the_state_of_one_does_not_fit() -> None:
+    assert run_ranks(one_of_another_state, 3, "loopback") == [["average", "gossip", "gossip"]] * 3
+
+
+@pytest.mark.parametrize("compressor", ["sign", "topk:share=0.2", "bf16"])
+def test_identical_data_is_warned_about(compressor: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_ranks(on_the_same_data, 3, "loopback", (compressor, True))
+    assert len([r for r in caplog.records if "same data" in r.getMessage()]) == 3
+    caplog.clear()
+    run_ranks(on_the_same_data, 3, "loopback", (compressor, False))
+    assert not caplog.records
+
+
+def on_the_same_data(rank: int, compressor: str, same: bool) -> None:
+    model = model_of()
+    optimizer = CPDSGDM(model.parameters(), lr=0.05, period=2, compressor=compressor)
+    train(model, optimizer, 0 if same else rank, range(6))
+    optimizer.close()
+
+
+def strided(rank: int, dense: bool) -> Tensor:
+    """A parameter whose elements do not lie densely, or the same values where they do."""
+    values = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    room = torch.zeros(40, 48)
+    x = nn.Parameter(values.clone() if dense else room[:, :24])
+    x.data.copy_(values)
+    optimizer = CPDSGDM([x], lr=0.05, period=3, outer_momentum=0.4)
+    for step in range(30):
+        x.grad = torch.randn(40, 24, generator=torch.Generator().manual_seed(100 * rank + step)) + x.detach()
+        optimizer.step()
+    optimizer.close()
+    return x.detach().clone()
+
+
+def test_scattered_parameters_are_mixed_like_dense_ones() -> None:
+    for scattered, dense in zip(
+        run_ranks(strided, 3, "loopback", (False,)), run_ranks(strided, 3, "loopback", (True,)), strict=True
+    ):
+        assert torch.allclose(scattered, dense, rtol=0, atol=1e-5)
+
+
+def restarted_tuning(rank: int) -> list[str]:
+    model = model_of()
+    optimizer = CPDSGDM(model.parameters(), lr=0.05, period=1, gamma="auto")
+    train(model, optimizer, rank, range(40))
+    before = optimizer.param_groups[0]["decent_auto"]
+    optimizer.consensus_()
+    return [before, optimizer.param_groups[0]["decent_auto"]]
+
+
+def test_an_exact_average_restarts_the_tuning_of_gamma() -> None:
+    for before, after in run_ranks(restarted_tuning, 3, "loopback"):
+        assert before.split(";")[2] != "inf" and after.split(";")[2] == "inf"
+        assert before.split(";")[:2] == after.split(";")[:2]  # gamma and its ceiling stay
