@@ -22,6 +22,7 @@ FLOORS: dict[str, tuple[float | None, float | None]] = {
     "fp16": (None, None),
     "sign": (0.5, 0.5),
     "random-blocks:share=0.125": (5.0, None),
+    "random-blocks:share=0.125,block=4096": (5.0, None),
     "int8": (0.3, None),
     "int4": (None, None),
     "int2": (None, None),

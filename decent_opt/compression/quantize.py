@@ -41,24 +41,23 @@ class _Quantizer(Compressor):
         noise = torch.rand(
             min(NOISE, max(1, layout.numel)), generator=key.generator(x.device), dtype=scales.dtype, device=x.device
         )
-        begin, levels = 0, self.levels
-        noise.add_(levels)  # levels are sent as whole numbers from 0 on, and these are rounded down by a cast
+        levels, largest = self.levels, torch.finfo(scales.dtype).max
+        # Levels are sent as whole numbers from 0 on, rounded down by a cast. The cap keeps the rounding of float32 sums
+        # from lifting the largest value over the last level.
+        noise.add_(levels).clamp_(max=levels + 1 - 2**-10)
         shifted, whole = torch.empty_like(noise), torch.empty_like(noise, dtype=torch.int32)
+        begin = 0
         for part in chunks.pieces(layout, self.chunk, "cpu"):
             values = x[part.elements].to(scales.dtype).view(-1, part.width)
             scale = scales[part.chunks]
             torch.maximum(values.amax(1), -values.amin(1), out=scale)  # ten times as fast as `aminmax` along a dim
-            factor = torch.where(scale > 0, levels / scale, 0.0)
-            # A denormal scale has no reciprocal; its chunk is zero as far as float32 can tell.
-            factor = torch.where(factor.isfinite(), factor, 0.0)
+            # A scale that has no reciprocal is zero as far as the dtype can tell.
+            factor = torch.where(scale > levels / largest, levels / scale, 0.0)
             shape, size = values.shape, values.numel()
             torch.addcmul(noise[:size].view(shape), values, factor[:, None], out=shifted[:size].view(shape))
-            # By way of int32: a cast of floats to bytes is slow.
-            q = whole[:size].copy_(shifted[:size]).to(torch.uint8)
-            # Rounding may lift the largest over the last level by one unit in the last place of the product.
-            q.clamp_(max=2 * levels)
             end = begin + self._bytes(part.size)
-            self._pack(q, packed[begin:end])
+            # By way of int32: a cast of floats to bytes is slow.
+            self._pack(whole[:size].copy_(shifted[:size]), packed[begin:end])
             begin = end
 
     def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
@@ -94,7 +93,7 @@ class _Quantizer(Compressor):
     def _pack(self, q: Tensor, out: Tensor) -> None:
         out.copy_(q[: len(out)])
         for place in range(1, 8 // self.bits_per_element):
-            plane = q[place * len(out) : (place + 1) * len(out)]
+            plane = q[place * len(out) : (place + 1) * len(out)].to(torch.uint8)
             out[: len(plane)].bitwise_or_(plane << (place * self.bits_per_element))
 
     def _unpack(self, packed: Tensor) -> Tensor:

@@ -91,5 +91,7 @@ class RandomBlocks(Compressor):
     def _chosen(self, layout: Layout, key: Key) -> Tensor:
         """Numbers of the blocks, sorted, on the CPU."""
         # Drawn on the CPU, so that all kinds of devices find the same ones and the host knows them without asking.
-        order = torch.randperm(self._blocks(layout), generator=key.generator())
-        return order[: self._kept(layout)].sort().values
+        blocks = self._blocks(layout)
+        chosen = torch.zeros(blocks, dtype=torch.bool)
+        chosen[torch.randperm(blocks, generator=key.generator())[: self._kept(layout)]] = True
+        return chosen.nonzero().view(-1)
