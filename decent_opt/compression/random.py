@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decent_opt.compression.base import Compressor, Key, Layout
+from decent_opt.compression.blocks import EvenBlocks, draw, kept_of
 from decent_opt.compression.registry import register
 from decent_opt.options import choice, share, whole
 
@@ -32,66 +33,36 @@ class RandomBlocks(Compressor):
     unbiased: str = "no"
 
     def nbytes(self, layout: Layout, dtype: torch.dtype) -> int:
-        return self._kept(layout) * self._length(layout) * dtype.itemsize
+        blocks = self._blocks(layout)
+        return kept_of(blocks.count, self.share) * blocks.length * dtype.itemsize
 
     def encode(self, x: Tensor, layout: Layout, out: Tensor, key: Key) -> None:
-        if not layout.numel:
-            return
-        length, chosen = self._length(layout), self._chosen(layout, key)
-        rows = out.view(x.dtype).view(-1, length)
-        full = layout.numel // length
-        last = int(chosen[-1]) >= full  # sorted: the short block is the last
-        inner = chosen[:-1] if last else chosen
-        torch.index_select(x[: full * length].view(full, length), 0, inner.to(x.device), out=rows[: len(inner)])
-        if last:
-            rest = x[full * length :]
-            rows[-1, : len(rest)].copy_(rest)
-            rows[-1, len(rest) :].zero_()
+        if layout.numel:
+            blocks = self._blocks(layout)
+            blocks.pack(x, draw(key, blocks.count, kept_of(blocks.count, self.share)), out.view(x.dtype))
 
     def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
-        if not layout.numel:
-            return
-        length, chosen = self._length(layout), self._chosen(layout, key)
-        weight = weight * self._blocks(layout) / len(chosen) if self.unbiased == "yes" else weight
-        rows = message.view(acc.dtype).view(-1, length)
-        full = layout.numel // length
-        last = int(chosen[-1]) >= full
-        inner = chosen[:-1] if last else chosen
-        blocks = acc[: full * length].view(full, length)
-        blocks.index_add_(0, inner.to(acc.device), rows[: len(inner)], alpha=weight)
-        if last:
-            rest = acc[full * length :]
-            rest.add_(rows[-1, : len(rest)], alpha=weight)
+        if layout.numel:
+            blocks = self._blocks(layout)
+            chosen = draw(key, blocks.count, kept_of(blocks.count, self.share))
+            scale = blocks.count / len(chosen) if self.unbiased == "yes" else 1.0
+            blocks.add_(acc, chosen, message.view(acc.dtype), weight * scale)
 
     def delta(self, layout: Layout) -> float | None:
-        return None if self.unbiased == "yes" else self._share(layout)
+        return None if self.unbiased == "yes" else self._kept_share(layout)
 
     def omega(self, layout: Layout) -> float | None:
-        return 1.0 / self._share(layout) - 1.0 if self.unbiased == "yes" else None
+        return 1.0 / self._kept_share(layout) - 1.0 if self.unbiased == "yes" else None
 
     @property
     def gamma(self) -> float:
         """Grows with the share: at 1/8 half of the edge that gossip on a ring of 8 has (0.2; `docs/theory.md`)."""
         return 0.8 * self.share if self.share < 1.0 else 1.0
 
-    def _share(self, layout: Layout) -> float:
+    def _blocks(self, layout: Layout) -> EvenBlocks:
+        return EvenBlocks(layout.numel, max(1, min(self.block, layout.numel)))
+
+    def _kept_share(self, layout: Layout) -> float:
         """The share of the blocks that is kept, exactly."""
-        return self._kept(layout) / self._blocks(layout) if layout.numel else 1.0
-
-    def _length(self, layout: Layout) -> int:
-        return max(1, min(self.block, layout.numel))
-
-    def _blocks(self, layout: Layout) -> int:
-        return -(-layout.numel // self._length(layout))
-
-    def _kept(self, layout: Layout) -> int:
-        blocks = self._blocks(layout)
-        return min(blocks, max(1, round(self.share * blocks)))
-
-    def _chosen(self, layout: Layout, key: Key) -> Tensor:
-        """Numbers of the blocks, sorted, on the CPU."""
-        # Drawn on the CPU, so that all kinds of devices find the same ones and the host knows them without asking.
-        blocks = self._blocks(layout)
-        chosen = torch.zeros(blocks, dtype=torch.bool)
-        chosen[torch.randperm(blocks, generator=key.generator())[: self._kept(layout)]] = True
-        return chosen.nonzero().view(-1)
+        count = self._blocks(layout).count
+        return kept_of(count, self.share) / count if count else 1.0

@@ -1,0 +1,7 @@
+"""The m/n block family: every worker sends an independently sampled share of the blocks of its gradient."""
+
+from __future__ import annotations
+
+from decent_opt.sparsification.sampler import BlockSampler, Masks
+
+__all__ = ["BlockSampler", "Masks"]
