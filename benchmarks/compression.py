@@ -23,10 +23,12 @@ FLOORS: dict[str, tuple[float | None, float | None]] = {
     "sign": (0.5, 0.5),
     "random-blocks:share=0.125": (5.0, None),
     "random-blocks:share=0.125,block=4096": (5.0, None),
+    "randk:share=0.125": (None, None),
     "int8": (0.3, None),
     "int4": (None, None),
     "int2": (None, None),
     "topk:share=0.01": (0.08, None),
+    "topk-global:share=0.01": (None, None),
 }
 
 
@@ -38,8 +40,8 @@ def main() -> None:
     for spec, (encode_floor, decode_floor) in FLOORS.items():
         speed = measure(make_compressor(spec), ELEMENTS)
         message = speed.nbytes / ELEMENTS
-        read = message / 4 if spec.startswith("random") else 1.0
-        written = message / 4 if spec.startswith(("random", "topk")) else 1.0
+        read = message / 4 if spec.startswith("rand") else 1.0
+        written = message / 4 if spec.startswith(("rand", "topk")) else 1.0
         table.add_row(
             spec,
             f"{8 * message:.3g}",

@@ -8,10 +8,12 @@ from __future__ import annotations
 from decent_opt.compression.base import Compressor, Key, Layout, row_of
 from decent_opt.compression.dense import BFloat16, Float16, Identity
 from decent_opt.compression.quantize import Int2, Int4, Int8
+from decent_opt.compression.randk import RandK
 from decent_opt.compression.random import RandomBlocks
 from decent_opt.compression.registry import CompressorSpec, make_compressor, names, register
 from decent_opt.compression.sign import Sign
 from decent_opt.compression.topk import TopK
+from decent_opt.compression.topk_global import TopKGlobal
 
 __all__ = [
     "BFloat16",
@@ -24,9 +26,11 @@ __all__ = [
     "Int8",
     "Key",
     "Layout",
+    "RandK",
     "RandomBlocks",
     "Sign",
     "TopK",
+    "TopKGlobal",
     "make_compressor",
     "names",
     "register",

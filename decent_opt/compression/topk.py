@@ -65,8 +65,7 @@ class TopK(Compressor):
 
     @property
     def gamma(self) -> float:
-        """0.15 at a share of 10 %, 0.03 at 1 %, a power law through them; 0.35 at 10 % explodes on a ring of 8."""
-        return min(0.4, 0.03 * (self.share / 0.01) ** 0.7)
+        return step_size(self.share)
 
     def _k(self, length: int) -> int:
         return max(1, round(self.share * length))
@@ -87,3 +86,8 @@ class TopK(Compressor):
             at += rows * k
         if rest:
             yield whole * self.block, 1, rest, at, self._k(rest)
+
+
+def step_size(share: float) -> float:
+    """gamma: 0.15 at a share of 10 %, 0.03 at 1 %, a power law through them; 0.35 at 10 % explodes on a ring of 8."""
+    return min(0.4, 0.03 * (share / 0.01) ** 0.7)

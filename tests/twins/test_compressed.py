@@ -24,7 +24,10 @@ SPECS = [
     "sign",
     "sign:chunk=100",
     "topk:share=0.1",
+    "topk-global:share=0.1",
     "random-blocks:block=64",
+    "randk",
+    "randk:share=0.3,unbiased=yes",
     "int8",
     "int4",
 ]
