@@ -77,17 +77,20 @@ class _Posted:
 
 
 class _Rooms:
-    """Room for one bucket at a time, allocated once for all buckets of a kind.
+    """Room for one bucket at a time, allocated once for all buckets of a kind and all rounds.
 
-    A fresh one for each would grow the process by the size of the model: the messages, which stay, are put into the
-    holes that it leaves, and the next does not fit any more.
+    A fresh one for each bucket would grow the process by the size of the model, and one for each round by two buckets:
+    the messages, which stay, are put into the holes that it leaves, and the next does not fit any more.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self) -> None:
         self._rooms: dict[object, Tensor] = {}
+
+    def provide(self, parts: Sequence[Part]) -> None:
+        """Make room for the largest of these buckets."""
         for part in sorted(parts, key=lambda part: part.bucket.numel, reverse=True):
             bucket = part.bucket
-            if bucket.kind not in self._rooms:
+            if bucket.kind not in self._rooms or len(self._rooms[bucket.kind]) < bucket.numel:
                 self._rooms[bucket.kind] = torch.empty(bucket.numel, dtype=bucket.wide, device=bucket.device)
 
     def of(self, part: Part) -> Tensor:
@@ -111,6 +114,9 @@ class CompressedGossip:
         self._posted: list[_Posted] = []
         self._round = -1
         self._mixing = Mixing()
+        self._rooms = _Rooms()
+        # A round's messages are kept for the next: memory that is given back in pieces is not always found again.
+        self._messages: dict[int, list[Tensor]] = {}
 
     @property
     def in_flight(self) -> int | None:
@@ -135,13 +141,13 @@ class CompressedGossip:
 
     def mix(self, parts: Sequence[Part], gamma: float) -> None:
         """x <- x + gamma z."""
-        rooms = _Rooms(parts)
+        self._rooms.provide(parts)
         for part in parts:
             bucket = part.bucket
             if bucket.dtype == bucket.wide and not bucket.scattered:
                 torch._foreach_add_(bucket.pieces, part.pulls, alpha=gamma)
             else:
-                correction = rooms.of(part)
+                correction = self._rooms.of(part)
                 torch.cat(part.pulls, out=correction)
                 bucket.add(correction.mul_(gamma))
 
@@ -149,16 +155,16 @@ class CompressedGossip:
         """q = Q(x - xhat); xhat <- xhat + q; post q to the neighbours. What is returned `absorb` completes."""
         self._round, self._mixing = round, Mixing()
         norms, moved = [], []
-        rooms = _Rooms(parts)
+        self._rooms.provide(parts)
+        self._messages = {part.place: self._buffers(part) for part in parts}
         for part in parts:
             began = time.perf_counter()
             with phase("encode"):
-                nbytes = HEADER_BYTES + part.compressor.nbytes(part.layout, part.bucket.wide)
-                message = torch.empty(nbytes, dtype=torch.uint8, device=part.bucket.device)
+                message, *others = self._messages[part.place]
                 stamp(message, round, self.transport.rank)
-                norms.append(self._encode(part, message, rooms.of(part)))
+                norms.append(self._encode(part, message, self._rooms.of(part)))
             self._mixing.encode_seconds += time.perf_counter() - began
-            incoming = {peer: torch.empty_like(message) for peer in self.peers.receive}
+            incoming = dict(zip(self.peers.receive, others, strict=True))
             pending = self.transport.post(dict.fromkeys(self.peers.send, message), incoming, round)
             self._posted.append(_Posted(part, message, incoming, pending))
             moved.append(_norm(part.pulls))
@@ -169,7 +175,6 @@ class CompressedGossip:
 
     def absorb(self) -> Mixing:
         """Wait for the neighbours' messages, and z <- z + sum_j w_kj q_j; return what the round did."""
-        rooms = _Rooms([posted.part for posted in self._posted])
         for posted in self._posted:
             with phase("wait"):
                 self._mixing.count(posted.pending.wait())
@@ -177,13 +182,21 @@ class CompressedGossip:
                 check(message, self._round, peer, self.transport.rank)
             began = time.perf_counter()
             with phase("decode"):
-                self._decode(posted, rooms.of(posted.part))
+                self._decode(posted, self._rooms.of(posted.part))
             self._mixing.decode_seconds += time.perf_counter() - began
         if self._round == 0 and self._mixing.error is not None:
             # Where nobody has moved yet, as in a step with a learning rate of 0, equal messages say nothing.
             self._mixing.identical = bool(self._mixing.error) and all(map(_all_the_same, self._posted))
         self._posted = []
         return self._mixing
+
+    def _buffers(self, part: Part) -> list[Tensor]:
+        """Room for the message about a bucket and those of all neighbours."""
+        nbytes, device = HEADER_BYTES + part.compressor.nbytes(part.layout, part.bucket.wide), part.bucket.device
+        buffers = self._messages.get(part.place)
+        if buffers and (buffers[0].numel(), buffers[0].device) == (nbytes, device):
+            return buffers
+        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(1 + len(self.peers.receive))]
 
     def _encode(self, part: Part, message: Tensor, difference: Tensor) -> Tensor:
         """Fill the message and move the public copy; `difference` is room. Return ||x - xhat||^2 and ||x||^2, (2,)."""

@@ -13,7 +13,7 @@ from decent_opt.gossip import CompressedGossip, Mixable
 from decent_opt.testing import RankPool
 from decent_opt.topology import make_topology
 
-BUCKET_MB = 8
+BUCKET_MB = 25  # the default
 ROWS, WIDTH, MATRICES = 1250, 1000, 20  # 25M parameters, 100 MB
 
 
@@ -29,7 +29,7 @@ def peak_growth_mb(rank: int, name: str, spec: str) -> float:
     gossip.send(small, 0)  # connections and library buffers are there from now on
     gossip.absorb()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for round in (1, 2):
+    for round in (1, 2, 3):
         gossip.send(model, round)
         gossip.absorb()
         gossip.mix(model, 0.4)
@@ -38,10 +38,10 @@ def peak_growth_mb(rank: int, name: str, spec: str) -> float:
 
 
 @pytest.mark.parametrize("spec", ["sign", "bf16"])
-@pytest.mark.parametrize(("name", "workers"), [("ring", 3), ("complete", 4)])
+@pytest.mark.parametrize(("name", "workers"), [("ring", 3), ("complete", 8)])
 def test_a_round_holds_the_messages_and_two_buckets(name: str, workers: int, spec: str) -> None:
     with RankPool(timeout=100) as pool:  # fresh processes: a peak is for a process's whole life
         growth = max(pool.run(peak_growth_mb, workers, (name, spec)))
     encoded = make_compressor(spec).nbytes(Layout.of((ROWS * MATRICES, WIDTH)), torch.float32) / 1e6
-    # 40 MB for what libraries and the allocator take at their first use; the defect that this is for took 100, a model.
-    assert growth <= workers * encoded + 2 * BUCKET_MB + 40
+    # One bucket is room for what is being encoded or decoded; the other is left for what libraries take.
+    assert growth <= workers * encoded + 2 * BUCKET_MB
