@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decent_opt.compression.base import Compressor, Key, Layout
+from decent_opt.compression.blocks import kept_of
 from decent_opt.compression.registry import register
 from decent_opt.options import choice, share
 
@@ -68,7 +69,7 @@ class RandK(Compressor):
         return self._kept(layout) / layout.numel if layout.numel else 1.0
 
     def _kept(self, layout: Layout) -> int:
-        return min(layout.numel, max(1, round(self.share * layout.numel)))
+        return kept_of(layout.numel, self.share)
 
     def _chosen(self, layout: Layout, key: Key) -> Tensor:
         """Places of the elements, in the order of the strata, on the CPU: all kinds of devices find the same ones."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decent_opt.compression import wire
 from decent_opt.compression.base import Compressor, Key, Layout
+from decent_opt.compression.blocks import kept_of
 from decent_opt.compression.registry import register
 from decent_opt.compression.topk import step_size
 from decent_opt.options import share
@@ -69,7 +70,7 @@ class TopKGlobal(Compressor):
         return step_size(self.share)
 
     def _kept(self, layout: Layout) -> int:
-        return min(layout.numel, max(1, round(self.share * layout.numel)))
+        return kept_of(layout.numel, self.share)
 
     def _sections(self, layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, torch.dtype], ...]:
         kept = self._kept(layout)

@@ -173,35 +173,6 @@ def test_the_threshold_of_topk_global_is_only_a_short_cut(
     assert torch.equal(y.isnan(), x.isnan())
 
 
-def reference(spec: str, x: Tensor) -> np.ndarray:
-    """Q(x) from the formula, for one matrix, element by element."""
-    rows = x.double().numpy()
-    out = np.zeros_like(rows)
-    if spec.startswith("sign"):
-        per = 4096 // rows.shape[1]
-        for begin in range(0, len(rows), per):
-            chunk = rows[begin : begin + per]
-            out[begin : begin + per] = np.where(np.signbit(chunk), -1.0, 1.0) * np.abs(chunk).mean()
-    elif spec.startswith("topk"):
-        flat, block, share = rows.reshape(-1), 1024, 0.01
-        for begin in range(0, flat.size, block):
-            part = flat[begin : begin + block]
-            for place in np.argsort(-np.abs(part))[: max(1, round(share * part.size))]:
-                out.reshape(-1)[begin + place] = part[place]
-    elif spec == "fp16":
-        scale = np.abs(rows).max()
-        out = (rows / scale).astype(np.float32).astype(np.float16).astype(np.float64) * scale
-    return out
-
-
-@pytest.mark.parametrize("spec", ["sign", "topk", "fp16"])
-@pytest.mark.parametrize("shape", [(64, 64), (70, 97), (129, 32), (300, 700)])
-def test_equals_the_formula(spec: str, shape: tuple[int, int]) -> None:
-    x, compressor = vector(shape, torch.float64, "normal", 3), make_compressor(spec)
-    y = compressor.decompress(compressor.compress(x), x.shape, x.dtype)
-    assert np.allclose(y.numpy(), reference(spec, x), rtol=1e-12, atol=0)
-
-
 def transformer() -> Layout:
     """A GPT-2 of 25M parameters: 8 blocks of width 432, a vocabulary of 16384, 256 positions."""
     width, shapes = 432, [(16384, 432), (256, 432)]
