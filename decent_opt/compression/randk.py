@@ -17,6 +17,9 @@ from decent_opt.compression.blocks import kept_of
 from decent_opt.compression.registry import register
 from decent_opt.options import choice, share
 
+# Strata that are looked at in one call: their numbers stay in the cache, where new memory for all would cost more.
+SLAB = 1 << 14
+
 
 @register
 @dataclass(frozen=True)
@@ -78,14 +81,16 @@ class RandK(Compressor):
         turn = int(torch.randint(1 << 62, (), generator=generator)) % numel
         uniform = torch.rand(k, generator=generator)
         length, rest = divmod(numel, k)
-        # In float64 the product stays below the length, however long the stratum is.
-        if rest == 0:
-            places = uniform.double().mul_(length).long().add_(torch.arange(0, numel, length))
-        else:
-            # i d / k without its whole part: whole-number division is slow, and its product must not overflow.
-            begins = torch.arange(k + 1)
-            begins = begins * length + (begins * rest).div_(k, rounding_mode="floor")
-            places = uniform.double().mul_(begins.diff()).long().add_(begins[:-1])
+        places = torch.empty(k, dtype=torch.int64)
+        for first in range(0, k, SLAB):
+            part = slice(first, min(first + SLAB, k))
+            numbers = torch.arange(part.start, part.stop + 1)
+            begins = numbers * length
+            if rest:  # i d / k in two terms, so that no product overflows; whole-number division is slow
+                begins += (numbers * rest).div_(k, rounding_mode="floor")
+            # In float64 the product stays below the length, however long the stratum is.
+            within = uniform[part].double().mul_(begins.diff()).long()
+            torch.add(begins[:-1], within, out=places[part])
         # Ascending, so those beyond the end of the circle are the last ones.
         passed = int(torch.searchsorted(places, numel - turn))
         places[passed:].sub_(numel)
