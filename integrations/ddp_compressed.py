@@ -25,23 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from decent_opt.communication import DistributedTransport, agreement, ring_all_reduce_bytes
 from decent_opt.compression import Compressor, CompressorSpec, Key, Layout, make_compressor
 from decent_opt.compression.base import wide
-from decent_opt.errors import ConfigError, Disagreement
-from decent_opt.monitoring import Monitor, RoundRecord
+from decent_opt.errors import Disagreement
+from decent_opt.integrations.hook_state import GradientHookState, all_gather, check_bucket, flat
+from decent_opt.monitoring import RoundRecord
 from decent_opt.monitoring.ranges import phase
-from decent_opt.optim.replica import describe
 
 __all__ = ["CompressedState", "compressed_hook"]
 
 logger = logging.getLogger(__name__)
 _HEADER = 8  # bytes: a float32, 0 or NaN, that says whether the sender's values are finite; the step as int32
 _TYPICAL = Layout(((1 << 16, 1),))
-# The newer name of the same call; the older one warns where both exist.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class _Slot:
     residual: Tensor | None  # shaped like the parameter, in the same order in memory
 
 
-class CompressedState:
+class CompressedState(GradientHookState):
     """State of `compressed_hook`. Construction is collective: ranks that differ in it raise, all of them.
 
     Args:
@@ -76,6 +72,8 @@ class CompressedState:
         ConfigError, Disagreement: on every rank.
     """
 
+    hook = "compressed_hook"
+
     def __init__(
         self,
         compressor: CompressorSpec,
@@ -86,29 +84,12 @@ class CompressedState:
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise ConfigError("CompressedState: torch.distributed is not initialised; call init_process_group() first")
-        model = getattr(model, "_orig_mod", model)
-        if isinstance(model, DistributedDataParallel):
-            group, model = model.process_group, model.module
-            process_group = process_group or (None if group is dist.group.WORLD else group)
-        self.error_feedback, self.seed, self.group, self.step = error_feedback, seed, process_group, 0
-        self.monitor = Monitor(sinks)
-        parameters = {} if model is None else {name: p for name, p in model.named_parameters() if p.requires_grad}
-        transport = DistributedTransport(process_group)
-        try:
-            with agreement(transport) as claims:
-                self.compressor: Compressor = make_compressor(compressor)
-                claims.update({"compressor": repr(self.compressor), "error_feedback": repr(error_feedback)})
-                claims.update({"seed": repr(seed), **describe(dict(parameters))})
-        finally:
-            transport.close()
-        self.rank, self.size = transport.rank, transport.size
-        self._named = None if model is None else parameters
-        self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters.values())}
-        self._slots: dict[Tensor, _Slot] = {}
-        self._bytes = self._allreduce_bytes = 0
-        self._seconds = 0.0
+        super().__init__(model, sinks, process_group)
+        self.error_feedback, self.seed = error_feedback, seed
+        self.memories = ("residuals",) if error_feedback else ()
+        with self._agreed() as claims:
+            self.compressor: Compressor = make_compressor(compressor)
+            claims.update({field: repr(value) for field, value in self.identity().items()})
         delta = self.compressor.delta(_TYPICAL)
         if not error_feedback and delta is not None and delta < 0.5 and self.rank == 0:
             logger.warning(
@@ -117,79 +98,28 @@ class CompressedState:
                 self.compressor,
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and counters. Ranks differ: save one file per rank."""
-        return {**self._identity(), "step": self.step, "residuals": self._residuals()}
+    def describe(self) -> str:
+        """The compressor, as text."""
+        return repr(self.compressor)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of the same rank said; every rank has to load its own.
-
-        Raises:
-            ConfigError: of another compressor, rank, number of workers or model. Nothing was changed then.
-        """
-        for field, value in self._identity().items():
-            if state_dict.get(field) != value:
-                raise ConfigError(
-                    f"{field}: the saved state has {state_dict.get(field)!r}, this one {value!r}; load a state of the "
-                    "same configuration and rank, or load none and begin with residuals of zero"
-                )
-        mine, saved = self._residuals(), state_dict["residuals"]
-        for name in [*mine, *(name for name in saved if name not in mine)]:
-            there, here = (tuple(s[name].shape) if name in s else "nothing" for s in (saved, mine))
-            if there != here:
-                raise ConfigError(f"residual of {name}: the saved state has {there}, the model {here}")
-        for name, residual in mine.items():
-            residual.copy_(saved[name])
-        self.step = state_dict["step"]
-
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What a saved state has to have in common with this one."""
-        own = {"compressor": repr(self.compressor), "error_feedback": self.error_feedback, "seed": self.seed}
-        return {**own, "workers": self.size, "rank": self.rank}
-
-    def _residuals(self) -> dict[str, Tensor]:
-        if not self.error_feedback or self.size == 1:
-            return {}
-        if self._named is None:
-            raise ConfigError("model: residuals are saved by parameter name; use CompressedState(..., model=ddp_model)")
-        slots = {name: self._slot(parameter) for name, parameter in self._named.items()}
-        return {name: slot.residual for name, slot in slots.items() if slot.residual is not None}
+        return {"compressor": repr(self.compressor), "error_feedback": self.error_feedback, "seed": self.seed}
 
     def _slot(self, parameter: Tensor) -> _Slot:
         if parameter not in self._slots:
-            if self._named is not None and parameter not in self._index:
-                raise ConfigError(
-                    f"model: it has no such parameter as the hook was called with, of shape {tuple(parameter.shape)}; "
-                    "pass the DDP model that the hook is registered on"
-                )
-            # Without a model, the order in which DDP shows them: the same on all ranks.
-            index = self._index.setdefault(parameter, len(self._index))
-            dtype, layout = wide(parameter.dtype), Layout.of(parameter.shape)
-            nbytes = self.compressor.nbytes(layout, dtype)
-            scale, residual = 1.0, None
-            if self.error_feedback:
-                scale = self.compressor.damping(layout)
-                residual = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            index, layout = self.index_of(parameter), Layout.of(parameter.shape)
+            nbytes = self.compressor.nbytes(layout, wide(parameter.dtype))
+            scale = self.compressor.damping(layout) if self.error_feedback else 1.0
+            residual = self.memory_of(parameter).get("residuals")
             self._slots[parameter] = _Slot(index, layout, nbytes, -(-nbytes // 8) * 8, scale, residual)
         return self._slots[parameter]
 
-    def _account(self, bucket: dist.GradBucket, message: Tensor, seconds: float) -> None:
-        self._bytes += message.nbytes * (self.size - 1)
-        self._allreduce_bytes += ring_all_reduce_bytes(bucket.buffer().nbytes, self.size)
-        self._seconds += seconds
-        if not bucket.is_last():
-            return
-        sent, reference = self._bytes, self._allreduce_bytes
-        record = RoundRecord("gradient", self.step, -1, {-1: sent}, {-1: sent}, reference, self._seconds)
-        self._bytes = self._allreduce_bytes = 0
-        self._seconds = 0.0
-        if sent >= reference and self.rank == 0 and not self.monitor.records:
-            logger.warning(
-                "compressed_hook sends %d bytes per backward pass where an all-reduce would send %d: %r does not pay "
-                "with %d workers, each of which hears all the others",
-                *(sent, reference, self.compressor, self.size),
-            )
-        self.monitor.emit(record)
+    _OF_THE_PROCESS = (*GradientHookState._OF_THE_PROCESS, "_slots")
+
+    def _adopt(self, model: nn.Module | None, process_group: dist.ProcessGroup | None) -> None:
+        super()._adopt(model, process_group)
+        self._slots: dict[Tensor, _Slot] = {}
 
 
 def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -198,6 +128,7 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
         nothing: torch.futures.Future[Tensor] = torch.futures.Future()
         nothing.set_result(bucket.buffer())
         return nothing
+    state.check_bound()
     if bucket.index() == 0:
         state.step += 1
     began = time.perf_counter()
@@ -205,8 +136,9 @@ def compressed_hook(state: CompressedState, bucket: dist.GradBucket) -> torch.fu
     with phase("encode"):
         message = exchange.encode()
     gathered = message.new_empty(state.size * message.numel())
-    state._account(bucket, message, time.perf_counter() - began)
-    work = _all_gather(gathered, message, group=state.group, async_op=True)
+    total = message.nbytes * (state.size - 1)
+    state.account(bucket, total, total, time.perf_counter() - began)
+    work = all_gather(gathered, message, group=state.group, async_op=True)
 
     def finish(future: torch.futures.Future[Any]) -> Tensor:
         future.wait()  # it is done; this raises what went wrong. Its value is laid out differently by each backend.
@@ -222,16 +154,12 @@ class _Exchange:
 
     def __init__(self, state: CompressedState, bucket: dist.GradBucket) -> None:
         self.state, self.step, self.buffer = state, state.step, bucket.buffer()
-        if self.buffer.layout != torch.strided or not self.buffer.is_floating_point():
-            raise ConfigError(
-                f"gradients: compressed_hook sends dense floating-point ones, got {self.buffer.layout} of "
-                f"{self.buffer.dtype}; build embeddings with sparse=False"
-            )
+        check_bucket(state.hook, self.buffer)
         self.slots = [state._slot(parameter) for parameter in bucket.parameters()]
         # p stands in the bucket itself, unless that is too narrow to compute in.
         self.p = self.buffer.to(wide(self.buffer.dtype))
         self.vectors = self.p.split([slot.layout.numel for slot in self.slots])
-        self.residuals = [_flat(slot.residual) for slot in self.slots if slot.residual is not None]
+        self.residuals = [flat(slot.residual) for slot in self.slots if slot.residual is not None]
 
     def encode(self) -> Tensor:
         """p <- g + e, and the message with Q(p)."""
@@ -288,8 +216,3 @@ class _Exchange:
 
     def _key(self, slot: _Slot, rank: int) -> Key:
         return Key(self.state.seed, self.step, rank, slot.index)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """A flat view in the order in memory, which is also the order in a bucket."""
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decent_opt.sparsification.estimators import Estimator, EstimatorName, Memory, Piece, make_estimator
 from decent_opt.sparsification.sampler import BlockSampler, Masks
 
-__all__ = ["BlockSampler", "Masks"]
+__all__ = ["BlockSampler", "Estimator", "EstimatorName", "Masks", "Memory", "Piece", "make_estimator"]

@@ -98,6 +98,12 @@ class BlockSampler:
         order = torch.randperm(m, generator=key.generator())
         return order[(rank * k + torch.arange(k)) % max(1, m)].sort().values
 
+    def room(self, step: int, workers: int) -> int:
+        """Elements of the largest message that any of the workers sends in this step."""
+        if isinstance(self.blocks, EvenBlocks):
+            return self.kept * self.blocks.length
+        return max(self.blocks.room(self.chosen(step, rank)) for rank in range(workers))
+
 
 def check_tau(tau: float) -> None:
     """Raise a ConfigError unless 0 < tau <= 1."""
