@@ -125,7 +125,7 @@ class BlockMean:
 
     def _identity(self) -> dict[str, int]:
         sampler, transport = self.sampler, self._transport
-        own: dict[str, object] = {
+        own = {
             "numel": self.numel,
             "blocks": sampler.blocks.count,
             "kept": sampler.kept,
