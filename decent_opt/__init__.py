@@ -4,10 +4,11 @@ from decent_opt._version import __version__
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError, DecentError, Disagreement, PeerLost
 from decent_opt.monitoring import JsonLines, Monitor, RoundRecord
-from decent_opt.optim import CPDSGDM, PDSGDM, Decentralized, LocalAdamW
+from decent_opt.optim import CPDSGDM, IASGD, PDSGDM, Decentralized, LocalAdamW
 
 __all__ = [
     "CPDSGDM",
+    "IASGD",
     "PDSGDM",
     "ConfigError",
     "DecentConfig",
