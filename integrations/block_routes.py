@@ -113,14 +113,14 @@ class ThroughServer:
         rows = list(gathered.view(exchange.size, -1).unbind())
         work = dist.gather(message, rows, group=self.up, group_dst=0, async_op=True)
         devices: list[int | str | torch.device] = [message.device] if message.is_cuda else []
-        result: Gradient = torch.futures.Future(devices=devices)
+        outcome: torch.futures.Future[Tensor | Exception] = torch.futures.Future(devices=devices)
         number = self._line.number()
 
         def announce() -> None:
             try:
-                self._receive(exchange, answer, work).add_done_callback(lambda done: _pass_on(done, result))
+                self._receive(exchange, answer, work).add_done_callback(lambda done: _settle(outcome, done.value))
             except Exception as error:
-                result.set_exception(error)  # type: ignore[arg-type]
+                _settle(outcome, error)
 
         def summed(future: torch.futures.Future[Any]) -> None:
             try:
@@ -131,20 +131,29 @@ class ThroughServer:
                     answer[HEADER:].view(exchange.v.dtype).copy_(exchange.sum(gathered.view(exchange.size, -1)))
                 answer[:HEADER].view(torch.int64).fill_(exchange.step)
             except Exception as error:
-                result.set_exception(error)  # type: ignore[arg-type]
+                _settle(outcome, error)
             self._line.put(number, announce)
 
         work.get_future().add_done_callback(summed)
-        return result
+        return outcome.then(_unwrap)
 
 
-def _pass_on(done: Gradient, result: Gradient) -> None:
-    if result.done():
-        return  # it has failed before, and the others were told
+def _settle(outcome: torch.futures.Future[Tensor | Exception], value: Exception | Callable[[], Tensor]) -> None:
+    """Give a future an error, or what `value` returns or raises; the first time counts."""
+    if outcome.done():
+        return
     try:
-        result.set_result(done.value())
+        outcome.set_result(value if isinstance(value, Exception) else value())
     except Exception as error:
-        result.set_exception(error)  # type: ignore[arg-type]
+        outcome.set_result(error)
+
+
+def _unwrap(outcome: torch.futures.Future[Tensor | Exception]) -> Tensor:
+    # Only what a callback raises reaches DDP; `Future.set_exception` is known to Python alone.
+    value = outcome.value()
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 class _Line:

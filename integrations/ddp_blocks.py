@@ -218,6 +218,8 @@ class _Exchange(Exchange):
             piece.total = part
         bad = total.isfinite().all().logical_not() if state.memories else total.new_zeros((), dtype=torch.bool)
         state.estimator.finish(self.pieces, self.sampler.scale, state.size, bad)
+        if state.memories:
+            total.add_(torch.where(bad, torch.nan, 0.0))  # the whole bucket, so that a scaler skips the step
         return self.buffer.copy_(total)
 
     def check_steps(self, steps: Tensor) -> None:
