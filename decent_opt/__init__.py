@@ -4,11 +4,12 @@ from decent_opt._version import __version__
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError, DecentError, Disagreement, PeerLost
 from decent_opt.monitoring import JsonLines, Monitor, RoundRecord
-from decent_opt.optim import CPDSGDM, IASGD, PDSGDM, Decentralized, LocalAdamW
+from decent_opt.optim import CPDSGDM, IASGD, ISAGA, PDSGDM, Decentralized, LocalAdamW
 
 __all__ = [
     "CPDSGDM",
     "IASGD",
+    "ISAGA",
     "PDSGDM",
     "ConfigError",
     "DecentConfig",
