@@ -14,6 +14,9 @@ from decent_opt.compression.registry import register
 from decent_opt.options import whole
 
 NOISE = 1 << 17
+# The largest value is put so many units of rounding below the last level that u and the rounding of sums never lift it
+# over. So Q(x) is unbiased up to a factor of 1 - 2^-21 in float32, which is in the order of its rounding.
+ROOM = 4
 
 
 class _Quantizer(Compressor):
@@ -41,10 +44,9 @@ class _Quantizer(Compressor):
         noise = torch.rand(
             min(NOISE, max(1, layout.numel)), generator=key.generator(x.device), dtype=scales.dtype, device=x.device
         )
-        levels, largest = self.levels, torch.finfo(scales.dtype).max
-        # Levels are sent as whole numbers from 0 on, rounded down by a cast. The cap keeps the rounding of float32 sums
-        # from lifting the largest value over the last level.
-        noise.add_(levels).clamp_(max=levels + 1 - 2**-10)
+        levels, limits = self.levels, torch.finfo(scales.dtype)
+        # Levels are sent as whole numbers from 0 on, rounded down by a cast.
+        noise.add_(levels)
         shifted, whole = torch.empty_like(noise), torch.empty_like(noise, dtype=torch.int32)
         begin = 0
         for part in chunks.pieces(layout, self.chunk, "cpu"):
@@ -52,7 +54,7 @@ class _Quantizer(Compressor):
             scale = scales[part.chunks]
             torch.maximum(values.amax(1), -values.amin(1), out=scale)  # ten times as fast as `aminmax` along a dim
             # A scale that has no reciprocal is zero as far as the dtype can tell.
-            factor = torch.where(scale > levels / largest, levels / scale, 0.0)
+            factor = torch.where(scale > levels / limits.max, levels * (1 - ROOM * limits.eps) / scale, 0.0)
             shape, size = values.shape, values.numel()
             torch.addcmul(noise[:size].view(shape), values, factor[:, None], out=shifted[:size].view(shape))
             end = begin + self._bytes(part.size)

@@ -136,6 +136,7 @@ def segments(shape: tuple[int, ...], longest: int) -> Iterator[list[tuple[int, i
 def quantized(x: Array, compressor: Any, key: Key) -> Array:
     """(m / s) floor(s x / m + u) in each chunk; the same numbers u for every segment from its beginning."""
     flat, out, levels = x.reshape(-1).astype(np.float64), np.zeros(x.size), 2 ** (compressor.bits_per_element - 1) - 1
+    room = 1 - 4 * np.finfo(x.dtype).eps  # so that rounding never lifts m over the last level
     drawn = torch.rand(min(131072, x.size), generator=key.generator(), dtype=torch.from_numpy(x[:0]).dtype).tolist()
     for segment in segments(x.shape, compressor.chunk):
         start = segment[0][0]
@@ -143,8 +144,7 @@ def quantized(x: Array, compressor: Any, key: Key) -> Array:
             largest = max(abs(flat[i]) for i in range(begin, end))
             for i in range(begin, end):
                 if largest > 0:
-                    u = min(drawn[i - start], 1 - 2**-10)  # so that rounding never lifts m over the last level
-                    out[i] = largest / levels * floor(levels * flat[i] / largest + u)
+                    out[i] = largest / levels * floor(room * levels * flat[i] / largest + drawn[i - start])
     return out.reshape(x.shape)
 
 

@@ -117,6 +117,34 @@ def test_unbiased(spec: str, kind: str) -> None:
         assert abs(float(along.mean()) - expected) <= 3.2 * float(along.std()) / draws**0.5 + 1e-12 * abs(expected)
 
 
+@pytest.mark.parametrize("spec", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_values_far_below_a_step_are_unbiased_too(spec: str, sign: float) -> None:
+    compressor, draws = make_compressor(spec), 300
+    small = sign * 2.0**-12  # of a step, once the largest of every chunk is put to s
+    x = torch.full((64, 64), small)
+    x.view(-1)[:: compressor.chunk] = compressor.levels  # type: ignore[attr-defined]
+    total = sum(
+        compressor.decompress(compressor.compress(x, k), x.shape, x.dtype, k) for k in map(key_of, range(draws))
+    )
+    found = total[x == small].mean() / draws
+    count = float((x == small).sum()) * draws
+    assert abs(float(found) - small) <= 4 * (abs(small) / count) ** 0.5
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_values_stay_on_the_last_level(spec: str, dtype: torch.dtype) -> None:
+    compressor = make_compressor(spec)
+    for scale in (1.0, 0.7, 1e-3, 3.3e7):
+        x = torch.full((1 << 21,), scale, dtype=dtype)
+        x[::2] *= -1
+        ratio = compressor.decompress(compressor.compress(x), x.shape, dtype) / x
+        # One in a hundred thousand may come down a level; one level up it would be another value altogether.
+        assert float(((ratio - 1).abs() < 1e-6).double().mean()) > 0.999 and float(ratio.max()) <= 1 + 1e-6
+        assert float(ratio.min()) >= 1 - 1.001 / compressor.levels  # type: ignore[attr-defined]
+
+
 def key_of(round: int) -> Key:
     return Key(seed=7, round=round, rank=1, tensor=2)
 

@@ -193,7 +193,7 @@ def iterations(problem, kept: int, *, masks="independent", seed: int = 0) -> tup
 
 
 class TestIBCD:
-    """Consistent least squares. Single problems scatter (at tau = 1/n from 1.9 to 2.4): these are means over several."""
+    """Consistent least squares. Single problems scatter, from 1.9 to 2.4 at tau = 1/n: these are means over several."""
 
     def test_the_price_of_tau_is_at_most_two_and_one_percent_of_the_blocks_send_a_48th_of_the_numbers(self) -> None:
         problems = [least_squares(100, 6, 100, seed=seed) for seed in range(6)]
