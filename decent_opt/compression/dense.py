@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from decent_opt.compression.base import Compressor, Key, Layout, wide
 from decent_opt.compression.registry import register
 
 # Elements that are widened at a time: they stay in the cache, where a mixed-dtype addition would leave the fast path.
-AT_A_TIME = 1 << 16
+AT_A_TIME = 1 << 18
 
 
 @register
@@ -58,7 +59,8 @@ class BFloat16(Compressor):
         out.view(torch.bfloat16).copy_(x)
 
     def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
-        _add_widened(acc, message.view(torch.bfloat16), weight)
+        for part, piece in _widened(acc, message.view(torch.bfloat16), wide(acc.dtype)):
+            part.add_(piece, alpha=weight)
 
     def delta(self, layout: Layout) -> float:
         return 1.0 - 2.0**-16
@@ -92,15 +94,16 @@ class Float16(Compressor):
         low, high = torch.aminmax(x)
         scale.copy_(torch.maximum(high, -low))
         divisor = torch.where(scale > 0, scale, 1.0)
-        for begin in range(0, layout.numel, _step(x)):
-            part = x[begin : begin + _step(x)]
-            halves[begin : begin + _step(x)].copy_(part.to(scale.dtype) / divisor)
+        step = _step(x)
+        buffer = torch.empty(min(step, layout.numel), dtype=scale.dtype, device=x.device)
+        for begin in range(0, layout.numel, step):
+            part = x[begin : begin + step]
+            halves[begin : begin + step].copy_(torch.div(part, divisor, out=buffer[: len(part)]))
 
     def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
         scale, halves = wire.cut(message, *self._sections(layout, acc.dtype))
-        for begin in range(0, layout.numel, _step(acc)):
-            part = halves[begin : begin + _step(acc)].to(scale.dtype).mul_(scale)
-            acc[begin : begin + _step(acc)].add_(part, alpha=weight)
+        for part, piece in _widened(acc, halves, scale.dtype):
+            part.add_(piece.mul_(scale), alpha=weight)
 
     def delta(self, layout: Layout) -> float:
         return 1.0 - 2.0**-21 - layout.numel * 2.0**-48
@@ -117,7 +120,10 @@ def _step(x: Tensor) -> int:
     return AT_A_TIME if x.device.type == "cpu" else max(1, x.numel())
 
 
-def _add_widened(acc: Tensor, narrow: Tensor, weight: float) -> None:
-    for begin in range(0, len(acc), _step(acc)):
-        part = narrow[begin : begin + _step(acc)].to(wide(acc.dtype))
-        acc[begin : begin + _step(acc)].add_(part, alpha=weight)
+def _widened(acc: Tensor, narrow: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of acc, and those of `narrow` in a wider dtype: one buffer, since a fresh one costs its page faults."""
+    step = _step(acc)
+    buffer = torch.empty(min(step, len(acc)), dtype=dtype, device=acc.device)
+    for begin in range(0, len(acc), step):
+        part = narrow[begin : begin + step]
+        yield acc[begin : begin + step], buffer[: len(part)].copy_(part)

@@ -47,33 +47,43 @@ class _Quantizer(Compressor):
         levels, limits = self.levels, torch.finfo(scales.dtype)
         # Levels are sent as whole numbers from 0 on, rounded down by a cast.
         noise.add_(levels)
-        shifted, whole = torch.empty_like(noise), torch.empty_like(noise, dtype=torch.int32)
+        parts = chunks.pieces(layout, self.chunk, x.device.type)
+        room = max((part.segments * part.size for part in parts), default=0)
+        shifted = torch.empty(room, dtype=noise.dtype, device=x.device)
+        whole = torch.empty_like(shifted, dtype=torch.int32)
         begin = 0
-        for part in chunks.pieces(layout, self.chunk, "cpu"):
-            values = x[part.elements].to(scales.dtype).view(-1, part.width)
-            scale = scales[part.chunks]
-            torch.maximum(values.amax(1), -values.amin(1), out=scale)  # ten times as fast as `aminmax` along a dim
+        for part in parts:
+            values = x[part.elements].to(scales.dtype).view(part.segments, part.rows, part.width)
+            scale = scales[part.chunks].view(part.segments, part.rows)
+            torch.maximum(values.amax(2), -values.amin(2), out=scale)  # ten times as fast as `aminmax` along a dim
             # A scale that has no reciprocal is zero as far as the dtype can tell.
             factor = torch.where(scale > levels / limits.max, levels * (1 - ROOM * limits.eps) / scale, 0.0)
-            shape, size = values.shape, values.numel()
-            torch.addcmul(noise[:size].view(shape), values, factor[:, None], out=shifted[:size].view(shape))
-            end = begin + self._bytes(part.size)
+            u = noise[: part.size].view(part.rows, part.width)
+            size = values.numel()
+            torch.addcmul(u, values, factor[:, :, None], out=shifted[:size].view_as(values))
+            end = begin + part.segments * self._bytes(part.size)
             # By way of int32: a cast of floats to bytes is slow.
-            self._pack(whole[:size].copy_(shifted[:size]), packed[begin:end])
+            q = whole[:size].copy_(shifted[:size])
+            self._pack(q.view(part.segments, -1), packed[begin:end].view(part.segments, -1))
             begin = end
 
     def decode_add_(self, acc: Tensor, layout: Layout, message: Tensor, weight: float, key: Key) -> None:
         scales, packed = wire.cut(message, *self._sections(layout, acc.dtype))
+        parts = chunks.pieces(layout, self.chunk, acc.device.type)
+        # One buffer for all: a fresh one costs its page faults.
+        room = max((part.segments * part.size for part in parts), default=0)
+        buffer = torch.empty(room, dtype=scales.dtype, device=acc.device)
         begin = 0
-        for part in chunks.pieces(layout, self.chunk, "cpu"):
-            end = begin + self._bytes(part.size)
-            q = self._unpack(packed[begin:end])[: part.size].to(scales.dtype).sub_(float(self.levels))
+        for part in parts:
+            end = begin + part.segments * self._bytes(part.size)
+            levels = self._unpack(packed[begin:end].view(part.segments, -1))[:, : part.size]
+            q = buffer[: levels.numel()].view_as(levels).copy_(levels).sub_(float(self.levels)).view(-1, part.width)
             step = scales[part.chunks, None] * (weight / self.levels)
             total = acc[part.elements].view(-1, part.width)
             if acc.dtype == scales.dtype:
-                total.addcmul_(q.view(-1, part.width), step)
+                total.addcmul_(q, step)
             else:
-                total.add_(q.view(-1, part.width) * step)
+                total.add_(q * step)
             begin = end
 
     def omega(self, layout: Layout) -> float:
@@ -94,15 +104,18 @@ class _Quantizer(Compressor):
         return -(-elements * self.bits_per_element // 8)
 
     def _pack(self, q: Tensor, out: Tensor) -> None:
-        out.copy_(q[: len(out)])
+        """Levels (segments, elements), int32, into bytes (segments, bytes)."""
+        length = out.shape[1]
+        out.copy_(q[:, :length])
         for place in range(1, 8 // self.bits_per_element):
-            plane = q[place * len(out) : (place + 1) * len(out)].to(torch.uint8)
-            out[: len(plane)].bitwise_or_(plane << (place * self.bits_per_element))
+            plane = q[:, place * length : (place + 1) * length].to(torch.uint8)
+            out[:, : plane.shape[1]].bitwise_or_(plane << (place * self.bits_per_element))
 
     def _unpack(self, packed: Tensor) -> Tensor:
+        """Bytes (segments, bytes) to levels, uint8 (segments, elements and what fills up the last bytes)."""
         per_byte, mask = 8 // self.bits_per_element, 2**self.bits_per_element - 1
         planes = [(packed >> (place * self.bits_per_element)) & mask for place in range(per_byte)]
-        return torch.cat(planes) if per_byte > 1 else packed
+        return torch.cat(planes, 1) if per_byte > 1 else packed
 
     def _sections(self, layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, torch.dtype], ...]:
         packed = sum(s.segments * self._bytes(s.size) for s in chunks.stretches(layout, self.chunk))
