@@ -24,6 +24,7 @@ from decent_opt.communication import DistributedTransport, Hosts, connect, host_
 from decent_opt.config import resolve
 from decent_opt.config_sources import Source
 from decent_opt.errors import ConfigError
+from decent_opt.integrations.hook_state import all_reduced
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import Decentralized
 from decent_opt.optim.amp import Scaling
@@ -204,8 +205,7 @@ class GossipState:
             sent, self._warmup_bytes = self._warmup_bytes, 0
             step = self.rounds.group["decent_step"] + 1
             self.monitor.emit(RoundRecord("gradient", step, -1, {-1: sent}, {-1: sent}, sent))
-        work = dist.all_reduce(buffer.div_(transport.size), group=transport.group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        return all_reduced(buffer, transport.group, transport.size)
 
     def note_backward(self) -> None:
         """Notice an optimizer that is never stepped: a copy, or another one than was given to this state."""

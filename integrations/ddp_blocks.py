@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from decent_opt.communication import ring_all_reduce_bytes
 from decent_opt.compression.base import wide
 from decent_opt.errors import ConfigError, Disagreement
 from decent_opt.integrations.block_routes import (
@@ -34,15 +35,14 @@ from decent_opt.integrations.block_routes import (
     ThroughServer,
     use_stream,
 )
-from decent_opt.integrations.hook_state import GradientHookState, check_bucket, flat
+from decent_opt.integrations.hook_state import GradientHookState, all_reduced, check_bucket, flat
 from decent_opt.monitoring import RoundRecord
 from decent_opt.monitoring.ranges import phase
-from decent_opt.sparsification import BlockSampler, EstimatorName, Masks, Piece, make_estimator
+from decent_opt.sparsification import Aggregation, BlockSampler, EstimatorName, Masks, Piece, make_estimator
 from decent_opt.sparsification.sampler import check_block, check_masks, check_tau
 
 __all__ = ["BlockSparseState", "block_sparse_hook"]
 
-Aggregation = Literal["gather", "server"]
 Partition = Callable[[Sequence[Tensor]], Sequence[int]]
 
 
@@ -60,6 +60,7 @@ class BlockSparseState(GradientHookState):
         model: the DDP model that the hook is registered on. It names the memories in `state_dict`, which needs it
             if the estimator keeps any, and says which process group to use.
         seed: of the draws.
+        warmup_steps: first backward passes, in which whole gradients are all-reduced. Adaptive optimizers need some.
         sinks: called with a record per backward pass, of the kind "gradient".
         process_group: the DDP model's, where `model` is not given and it is not the default one.
 
@@ -84,12 +85,13 @@ class BlockSparseState(GradientHookState):
         value_dtype: torch.dtype | None = None,
         model: nn.Module | None = None,
         seed: int = 0,
+        warmup_steps: int = 0,
         sinks: Iterable[Callable[[RoundRecord], object]] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(model, sinks, process_group)
         self.masks, self.block, self.aggregation = masks, block, aggregation
-        self.value_dtype, self.seed = value_dtype, seed
+        self.value_dtype, self.seed, self.warmup_steps = value_dtype, seed, warmup_steps
         with self._agreed() as claims:
             self.tau = 1.0 / self.size if tau is None else tau
             self.estimator = make_estimator(estimator)
@@ -106,6 +108,9 @@ class BlockSparseState(GradientHookState):
             raise ConfigError(f"aggregation: allowed are {allowed}, got {self.aggregation!r}")
         if self.value_dtype not in (None, torch.bfloat16):
             raise ConfigError(f"value_dtype: allowed are None and torch.bfloat16, got {self.value_dtype!r}")
+        steps = self.warmup_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"warmup_steps: must be a whole number from 0, got {steps!r}")
         if isinstance(self.block, str) and self.block != "tensor":
             raise ConfigError(f'block: a name can only be "tensor", got {self.block!r}')
         if isinstance(self.block, int):
@@ -131,7 +136,13 @@ class BlockSparseState(GradientHookState):
         block = self.block if isinstance(self.block, (int, str)) else getattr(self.block, "__qualname__", "a function")
         own = {"tau": self.tau, "estimator": self.estimator_name, "masks": self.masks, "block": block}
         dtype = None if self.value_dtype is None else str(self.value_dtype)
-        return {**own, "aggregation": self.aggregation, "value_dtype": dtype, "seed": self.seed}
+        return {
+            **own,
+            "aggregation": self.aggregation,
+            "value_dtype": dtype,
+            "seed": self.seed,
+            "warmup_steps": self.warmup_steps,
+        }
 
     def sampler(self, parameters: Sequence[Tensor]) -> BlockSampler:
         """The draws of a bucket of these parameters; told apart from others by the first one, not by the bucket."""
@@ -156,6 +167,11 @@ def block_sparse_hook(state: BlockSparseState, bucket: dist.GradBucket) -> torch
     if bucket.index() == 0:
         state.step += 1
     began = time.perf_counter()
+    if state.step <= state.warmup_steps:
+        moved = ring_all_reduce_bytes(bucket.buffer().nbytes, state.size)
+        future = all_reduced(bucket.buffer(), state.group, state.size)
+        state.account(bucket, moved, moved, time.perf_counter() - began)
+        return future
     exchange = _Exchange(state, bucket)
     with phase("encode"), torch.no_grad():
         message = exchange.encode()

@@ -39,6 +39,9 @@ class GradientHookState:
     hook = "hook"
     """Name of the hook function, for messages."""
 
+    warmup_steps: int = 0
+    """First backward passes, in which gradients are all-reduced."""
+
     memories: tuple[str, ...] = ()
     """What is kept of every parameter: tensors of its shape, float32 at least, zero at first."""
 
@@ -115,7 +118,7 @@ class GradientHookState:
         record = RoundRecord(
             "gradient", self.step, -1, {-1: self._sent}, {-1: self._received}, reference, self._seconds
         )
-        if self._sent >= reference and self.rank == 0 and not self.monitor.records:
+        if self._sent >= reference and self.rank == 0 and self.step == self.warmup_steps + 1:
             logger.warning(
                 "%s sends %d bytes per backward pass where an all-reduce would send %d: %s does not pay with %d "
                 "workers",
@@ -203,6 +206,13 @@ class GradientHookState:
         """Raise a ConfigError where the hook is called with a copy that has no model yet."""
         if "_unbound" in self.__dict__:
             raise ConfigError(f"{type(self).__name__}: this is a copy; call bind(ddp_model) before it is used")
+
+
+def all_reduced(buffer: Tensor, group: dist.ProcessGroup | None, size: int) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket over the workers, as DDP itself makes it."""
+    work = dist.all_reduce(buffer.div_(size), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_opt.communication import ring_all_reduce_bytes
+from decent_opt.integrations.hook_state import all_reduced
 from decent_opt.monitoring import Monitor, RoundRecord
 
 
@@ -34,6 +35,4 @@ def counted_all_reduce(state: AllReduce, bucket: dist.GradBucket) -> torch.futur
     sent = ring_all_reduce_bytes(buffer.nbytes, workers)
     state.monitor.emit(RoundRecord("gradient", state.step, -1, {-1: sent}, {-1: sent}, sent))
     state.step += bucket.is_last()
-    work = dist.all_reduce(buffer.div_(workers), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    return all_reduced(buffer, None, workers)

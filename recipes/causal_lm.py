@@ -1,4 +1,4 @@
-"""Train a causal language model on several workers: plain DDP, or gossip of parameters in its place.
+"""Train a causal language model on several workers: plain DDP, gossip of parameters, or m/n blocks of gradients.
 
     torchrun --nproc-per-node 4 -m decent_opt.recipes.causal_lm --method pd --period 8 --topology ring --output runs/lm
 
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decent_opt import Decentralized, JsonLines, Monitor, RoundRecord
 from decent_opt.errors import ConfigError
 from decent_opt.integrations.ddp import decentralize
+from decent_opt.integrations.ddp_blocks import BlockSparseState, block_sparse_hook
 from decent_opt.optim import LocalAdamW
 from decent_opt.recipes.baseline import AllReduce, counted_all_reduce
 from decent_opt.recipes.models import new_model
@@ -43,8 +44,9 @@ class Settings:
 
     method: str = flag(
         "pd",
-        "pd: gossip of parameters; cpd: of compressed differences; ddp: all-reduce at every step",
-        choices=["pd", "cpd", "ddp"],
+        "pd: gossip of parameters; cpd: of compressed differences; blocks: m/n blocks of gradients at every step; "
+        "ddp: all-reduce at every step",
+        choices=["pd", "cpd", "blocks", "ddp"],
     )
     period: int = flag(8, "local steps between two rounds of gossip")
     topology: str = flag("ring", "who mixes with whom (ring, one-peer-exponential, hypercube, complete ...)")
@@ -55,7 +57,12 @@ class Settings:
         "paper", "cpd: paper hides the messages behind local steps; fresh waits", choices=["paper", "fresh"]
     )
     gamma: float = flag(0.0, "cpd: consensus step size; 0: what suits the compressor")
-    optimizer: str = flag("sgd", "the local optimizer; sgd has momentum 0.9", choices=["sgd", "adamw"])
+    tau: float = flag(0.0, "blocks: share of its gradient's blocks that a worker sends; 0: 1 / workers")
+    estimator: str = flag(
+        "error_feedback", "blocks: what they estimate", choices=["unbiased", "error_feedback", "control_variate"]
+    )
+    optimizer: str = flag("sgd", "the local optimizer", choices=["sgd", "adamw"])
+    momentum: float = flag(0.9, "sgd: its momentum")
     lr: float = flag(0.5, "peak learning rate")
     weight_decay: float = flag(0.0, "weight decay")
     clip: float = flag(1.0, "largest norm of a worker's gradient; 0: no clipping")
@@ -118,6 +125,11 @@ def train(settings: Settings, corpus: Corpus, progress: str | None = "training")
     optimizer = make_optimizer(settings, replica, sinks)
     if isinstance(optimizer, Decentralized):
         monitor = optimizer.monitor
+    elif settings.method == "blocks" and isinstance(replica, DistributedDataParallel):
+        blocks: dict[str, Any] = {name: getattr(settings, name) for name in ("estimator", "warmup_steps", "seed")}
+        state = BlockSparseState(settings.tau or None, model=replica, sinks=sinks, **blocks)
+        replica.register_comm_hook(state, block_sparse_hook)
+        monitor = state.monitor
     else:
         monitor = Monitor(sinks)
         if isinstance(replica, DistributedDataParallel):
@@ -165,19 +177,24 @@ def train(settings: Settings, corpus: Corpus, progress: str | None = "training")
 
 
 def make_optimizer(settings: Settings, replica: nn.Module, sinks: Sequence[Any] = ()) -> torch.optim.Optimizer:
-    """The local optimizer, with gossip around it unless the method is "ddp"."""
+    """The local optimizer, with gossip of parameters around it if that is the method."""
     parameters, base = replica.parameters(), dict[str, Any](lr=settings.lr, weight_decay=settings.weight_decay)
     names = ("period", "topology", "warmup_steps", "outer_momentum")
     gossip: dict[str, Any] = {"sinks": sinks, **{name: getattr(settings, name) for name in names}}
     if settings.method == "cpd":
         gossip |= {"algorithm": "cpd", "compressor": settings.compressor, "order": settings.order}
         gossip |= {"gamma": settings.gamma} if settings.gamma else {}
-    if settings.method != "ddp" and settings.optimizer == "adamw":
+    gossips = settings.method in ("pd", "cpd")
+    if gossips and settings.optimizer == "adamw":
         # Adam's second moment must not be that of one worker's noisy gradients, so AdamW has a class of its own.
         return decentralize(replica, LocalAdamW(parameters, **base, **gossip))
     adamw = settings.optimizer == "adamw"
-    local = torch.optim.AdamW(parameters, **base) if adamw else torch.optim.SGD(parameters, momentum=0.9, **base)
-    return local if settings.method == "ddp" else decentralize(replica, local, **gossip)
+    local = (
+        torch.optim.AdamW(parameters, **base)
+        if adamw
+        else torch.optim.SGD(parameters, momentum=settings.momentum, **base)
+    )
+    return decentralize(replica, local, **gossip) if gossips else local
 
 
 def learning_rate(step: int, settings: Settings) -> float:

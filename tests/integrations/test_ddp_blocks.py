@@ -194,7 +194,7 @@ def draws(rank: int, options: dict[str, Any], count: int, bucket_cap_mb: float) 
     [
         # tau = 1/n, independent; a bucket per tensor, or one for all: either is smaller than a block of 1024
         ({}, 1e-6, 4000),
-        ({}, 25, 4000),
+        ({}, 25, 1000),
         ({"masks": "permutation", "aggregation": "server", "tau": 0.3}, 25, 1000),
         ({"block": "tensor", "tau": 0.5}, 25, 1000),
     ],
@@ -238,6 +238,24 @@ def against_ddp(rank: int, variant: str, options: dict[str, Any]) -> float:
 def test_all_blocks_are_an_all_reduce(ranks: RankPool, variant: str, options: dict[str, Any]) -> None:
     # float32: DDP divides each gradient by n and then sums; a control variate subtracts and adds again
     assert max(ranks.run(against_ddp, 3, (variant, {"tau": 1.0, **options}))) <= 1e-6
+
+
+def warmed_up(rank: int) -> tuple[Tensor, Tensor, list[int]]:
+    plain = DistributedDataParallel(net(), bucket_cap_mb=BUCKET)
+    ours, state = wrap(net(), {"estimator": "error_feedback", "warmup_steps": 2})
+    for model in (plain, ours):
+        train(model, sgd(model), rank, range(2))
+    equal = flat(plain), flat(ours)
+    train(ours, sgd(ours), rank, range(2, 4))
+    return *equal, [sum(record.bytes_sent.values()) for record in state.monitor.records]
+
+
+def test_the_warm_up_is_ddp(ranks: RankPool) -> None:
+    for plain, ours, sent in ranks.run(warmed_up, 4):
+        assert torch.equal(plain, ours)
+        dense = 2 * 3 / 4 * 4 * len(plain)
+        assert sent[:2] == [dense, dense]
+        assert sent[2] == sent[3] < 0.6 * dense  # 3 quarters of the gradient to gather, and what is filled up
 
 
 def steps_counted(rank: int) -> tuple[int, int]:
@@ -415,6 +433,7 @@ def refusals(rank: int) -> list[str]:
         {"block": "row"},
         {"aggregation": "ring"},
         {"value_dtype": torch.float16},
+        {"warmup_steps": -1},
         {"tau": 0.5 if rank else 0.25},
         {"aggregation": "server" if rank else "gather"},
     ]
@@ -435,7 +454,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_refusals(ranks: RankPool) -> None:
     for texts in ranks.run(refusals, 2):
-        assert texts[:8] == [
+        assert texts[:9] == [
             "tau: must be a number above 0 and up to 1, got 0",
             "tau: must be a number above 0 and up to 1, got 2",
             "estimator: allowed are unbiased, error_feedback, control_variate, got 'biased'",
@@ -444,11 +463,12 @@ def test_refusals(ranks: RankPool) -> None:
             "block: a name can only be \"tensor\", got 'row'",
             "aggregation: allowed are gather, server, got 'ring'",
             "value_dtype: allowed are None and torch.bfloat16, got torch.float16",
+            "warmup_steps: must be a whole number from 0, got -1",
         ]
-        assert texts[8].startswith("tau: rank ") and texts[9].startswith("aggregation: rank ")
-        assert texts[10].startswith("model: residuals are saved by parameter name")
-        assert "pass the DDP model that the hook is registered on" in texts[11]
-        assert "build embeddings with sparse=False" in texts[12]
+        assert texts[9].startswith("tau: rank ") and texts[10].startswith("aggregation: rank ")
+        assert texts[11].startswith("model: residuals are saved by parameter name")
+        assert "pass the DDP model that the hook is registered on" in texts[12]
+        assert "build embeddings with sparse=False" in texts[13]
 
 
 def out_of_step(rank: int, aggregation: str) -> None:
