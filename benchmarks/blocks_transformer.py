@@ -1,6 +1,6 @@
 """m/n blocks of gradients on a small transformer: the DDP hook next to DDP's all-reduce, on 4 ranks of this machine.
 
-    python benchmarks/blocks_transformer.py run [--seeds 1 2 3]   # adds to results/blocks_transformer.jsonl; skips rows there
+    python benchmarks/blocks_transformer.py run [--seeds 1 2 3]   # skips what is in results/blocks_transformer.jsonl
     python benchmarks/blocks_transformer.py table                 # the table of docs/blocks.md
 
 The demo's GPT-2 and text, tau = 1/4, 600 steps of 2 x 64 tokens per worker, so that the noise of a worker's gradient

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decent_opt.integrations.bucket_layout import unwrap
 from decent_opt.integrations.hook_state import all_gather
 from decent_opt.monitoring.ranges import phase
 
@@ -135,7 +136,7 @@ class ThroughServer:
             self._line.put(number, announce)
 
         work.get_future().add_done_callback(summed)
-        return outcome.then(_unwrap)
+        return outcome.then(unwrap)
 
 
 def _settle(outcome: torch.futures.Future[Tensor | Exception], value: Exception | Callable[[], Tensor]) -> None:
@@ -146,14 +147,6 @@ def _settle(outcome: torch.futures.Future[Tensor | Exception], value: Exception 
         outcome.set_result(value if isinstance(value, Exception) else value())
     except Exception as error:
         outcome.set_result(error)
-
-
-def _unwrap(outcome: torch.futures.Future[Tensor | Exception]) -> Tensor:
-    # Only what a callback raises reaches DDP; `Future.set_exception` is known to Python alone.
-    value = outcome.value()
-    if isinstance(value, Exception):
-        raise value
-    return value
 
 
 class _Line:

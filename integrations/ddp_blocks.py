@@ -35,6 +35,7 @@ from decent_opt.integrations.block_routes import (
     ThroughServer,
     use_stream,
 )
+from decent_opt.integrations.bucket_layout import Bucket, BucketLayout
 from decent_opt.integrations.hook_state import GradientHookState, all_reduced, check_bucket, flat
 from decent_opt.monitoring import RoundRecord
 from decent_opt.monitoring.ranges import phase
@@ -90,6 +91,7 @@ class BlockSparseState(GradientHookState):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(model, sinks, process_group)
+        self.layout = BucketLayout()
         self.masks, self.block, self.aggregation = masks, block, aggregation
         self.value_dtype, self.seed, self.warmup_steps = value_dtype, seed, warmup_steps
         with self._agreed() as claims:
@@ -126,6 +128,15 @@ class BlockSparseState(GradientHookState):
         """Connect a copy, made by pickling or deepcopy, to the DDP model that its hook is registered on; collective."""
         super().bind(model, sinks)
         self._connect()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `GradientHookState`; and DDP's buckets, over which blocks are drawn."""
+        return {**super().state_dict(), "buckets": [list(numbers) for numbers in self.layout.now]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `GradientHookState`."""
+        super().load_state_dict(state_dict)
+        self.layout = BucketLayout(saved=[list(numbers) for numbers in state_dict["buckets"]] or None)
 
     def describe(self) -> str:
         """What is sent."""
@@ -166,12 +177,17 @@ def block_sparse_hook(state: BlockSparseState, bucket: dist.GradBucket) -> torch
     state.check_bound()
     if bucket.index() == 0:
         state.step += 1
-    began = time.perf_counter()
     if state.step <= state.warmup_steps:
         moved = ring_all_reduce_bytes(bucket.buffer().nbytes, state.size)
-        future = all_reduced(bucket.buffer(), state.group, state.size)
-        state.account(bucket, moved, moved, time.perf_counter() - began)
-        return future
+        state.account(bucket, moved, moved, 0.0)
+        return all_reduced(bucket.buffer(), state.group, state.size)
+    numbers = [state.index_of(parameter) for parameter in bucket.parameters()]
+    return state.layout.start(bucket, numbers, lambda held: _start(state, held))
+
+
+def _start(state: BlockSparseState, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    """Encode a bucket and send it on its way."""
+    began = time.perf_counter()
     exchange = _Exchange(state, bucket)
     with phase("encode"), torch.no_grad():
         message = exchange.encode()
@@ -183,7 +199,7 @@ def block_sparse_hook(state: BlockSparseState, bucket: dist.GradBucket) -> torch
 class _Exchange(Exchange):
     """One bucket on its way."""
 
-    def __init__(self, state: BlockSparseState, bucket: dist.GradBucket) -> None:
+    def __init__(self, state: BlockSparseState, bucket: Bucket) -> None:
         self.state, self.step, self.buffer = state, state.step, bucket.buffer()
         self.rank, self.size = state.rank, state.size
         check_bucket(state.hook, self.buffer)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from decent_opt.communication import DistributedTransport, agreement, ring_all_reduce_bytes
 from decent_opt.compression.base import wide
 from decent_opt.errors import ConfigError
+from decent_opt.integrations.bucket_layout import Bucket
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim.replica import describe
 
@@ -106,7 +107,7 @@ class GradientHookState:
 
     # -- records -----------------------------------------------------------------------------------------------
 
-    def account(self, bucket: dist.GradBucket, sent: int, received: int, seconds: float) -> None:
+    def account(self, bucket: Bucket, sent: int, received: int, seconds: float) -> None:
         """Count a bucket's bytes; after the last of a backward pass, emit the record."""
         self._sent += sent
         self._received += received

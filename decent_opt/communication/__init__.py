@@ -1,7 +1,7 @@
 """Moving bytes between ranks: the `Transport` protocol, torch.distributed, and an in-process loopback."""
 
 from decent_opt.communication.agreement import agreement
-from decent_opt.communication.connect import connect, set_thread_transport
+from decent_opt.communication.connect import connect, place, set_thread_transport
 from decent_opt.communication.distributed import DistributedTransport
 from decent_opt.communication.hosts import Hosts, host_groups
 from decent_opt.communication.loopback import LoopbackTransport, LoopbackWorld
@@ -18,6 +18,7 @@ __all__ = [
     "agreement",
     "connect",
     "host_groups",
+    "place",
     "ring_all_reduce_bytes",
     "set_thread_transport",
 ]

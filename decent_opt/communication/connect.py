@@ -45,3 +45,13 @@ def connect(process_group: dist.ProcessGroup | None = None, timeout: object = No
             "call torch.distributed.init_process_group() before the optimizer is made"
         )
     return LoopbackTransport()
+
+
+def place(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, size) of this worker in the world that `connect` would join; asks nobody."""
+    transport: LoopbackTransport | None = getattr(_thread, "transport", None)
+    if transport is not None:
+        return transport.rank, transport.size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(process_group), dist.get_world_size(process_group)
+    return 0, 1
