@@ -67,6 +67,8 @@ def table() -> None:
         found.setdefault(line["base"], {}).setdefault(line["method"], []).append(line)
     out = Table("", "method", "seeds", "validation loss", "over all-reduce", "below one alone", "MB sent per worker")
     for base, methods in found.items():
+        if not {"all-reduce", "one worker alone"} <= methods.keys():
+            continue
         losses = {method: mean(line["loss"] for line in lines) for method, lines in methods.items()}
         dense, alone = losses["all-reduce"], losses["one worker alone"]
         for method, lines in methods.items():
