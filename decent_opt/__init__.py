@@ -2,7 +2,7 @@
 
 from decent_opt._version import __version__
 from decent_opt.config import DecentConfig
-from decent_opt.errors import ConfigError, DecentError, Disagreement, PeerLost
+from decent_opt.errors import ConfigError, DecentError, Disagreement, NotFinite, PeerLost
 from decent_opt.monitoring import JsonLines, Monitor, RoundRecord
 from decent_opt.optim import CPDSGDM, IASGD, ISAGA, PDSGDM, Decentralized, LocalAdamW
 
@@ -19,6 +19,7 @@ __all__ = [
     "JsonLines",
     "LocalAdamW",
     "Monitor",
+    "NotFinite",
     "PeerLost",
     "RoundRecord",
     "__version__",

@@ -44,6 +44,7 @@ ALLOWED = {
     "message_dtype": 'None, "bfloat16" or "float16"',
     "bucket_mb": "a number > 0 and <= 10**6",
     "timeout": "a number of seconds > 0 and < 10**9",
+    "on_nonfinite": '"skip" or "raise"',
     "sync_init": "True or False",
 }
 
@@ -136,6 +137,10 @@ class DecentConfig(BaseModel):
 
     timeout: float = Field(default=300.0, gt=0.0, lt=1e9, allow_inf_nan=False)
     """Seconds before a wait for a peer raises."""
+
+    on_nonfinite: Literal["skip", "raise"] = "skip"
+    """What to do at a round about infinite or NaN parameters, which never leave their worker: "skip" restores them from
+    the neighbours and warns; "raise" stops there."""
 
     sync_init: bool = True
     """Broadcast rank 0's parameters and buffers at construction."""

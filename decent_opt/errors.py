@@ -33,5 +33,21 @@ class PeerLost(DecentError):
         return _rebuild_peer_lost, (str(self), self.rank, self.round)
 
 
+class NotFinite(DecentError):
+    """Parameters were infinite or NaN at a round, and `on_nonfinite="raise"` asks to stop there.
+
+    Attributes:
+        names: of this rank's parameters; empty where it is another rank that has them.
+        round: the round in which it was found.
+    """
+
+    def __init__(self, message: str, names: list[str], round: int) -> None:
+        super().__init__(message, names, round)
+        self.names, self.round = names, round
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def _rebuild_peer_lost(message: str, rank: int | None, round: int) -> PeerLost:
     return PeerLost(message, rank=rank, round=round)

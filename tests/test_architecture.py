@@ -30,6 +30,7 @@ SAME_ROOM = {
     "compressors_cli": "cli",
     "config_cli": "cli",
     "config_sources": "config",
+    "checkpoint_resized": "checkpoint",
 }  # files of another room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NO_DISTRIBUTED = {"topology", "compression", "errors", "config", "options"}

@@ -120,6 +120,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [  # field, value, the value as it is s
     ("overlap_steps", 1.5, "1.5"),
     ("message_dtype", "int8", "'int8'"),
     ("message_dtype", torch.bfloat16, "torch.bfloat16"),
+    ("on_nonfinite", "ignore", "'ignore'"),
+    ("on_nonfinite", True, "True"),
     ("sync_init", 1, "1"),
     ("sync_init", "yes", "'yes'"),
     ("sync_init", np.int64(0), "0"),

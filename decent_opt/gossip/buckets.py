@@ -6,7 +6,7 @@ exactly once. A tensor larger than the limit is cut into several pieces; small o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +85,10 @@ class Bucket:
             torch._foreach_add_(parts, self.remainders)
         self.write(correction)
 
+    def blank_(self, where: Tensor) -> None:
+        """x <- 0, and its remainder, where `where`, (), bool, holds; the host is not stopped."""
+        blank_([*self.pieces, *self.remainders, *(tensor for tensor, _ in self.scattered)], where)
+
     def _refresh(self) -> None:
         for tensor, piece in self.scattered:
             piece.view(tensor.shape).copy_(tensor)  # it may have moved since the bucket was made
@@ -150,6 +154,15 @@ def make_buckets(
                 bucket.scattered.append((real, piece))
             start = stop
     return buckets
+
+
+def blank_(tensors: Sequence[Tensor], where: Tensor) -> None:
+    """x <- 0 where `where`, (), bool, holds; the host is not stopped."""
+    if where.device.type != "cpu":
+        for tensor in tensors:
+            torch.where(where, torch.zeros((), dtype=tensor.dtype, device=tensor.device), tensor, out=tensor)
+    elif where:
+        torch._foreach_zero_(list(tensors))
 
 
 def check_mixable(tensor: Tensor, name: str = "tensor") -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from decent_opt.communication import Traffic, Transport
 from decent_opt.gossip.buckets import Bucket
-from decent_opt.gossip.message import HEADER_BYTES, check, payload, stamp
+from decent_opt.gossip.finite import indices, not_finite
+from decent_opt.gossip.message import HEADER_BYTES, check, flag_empty, flagged_empty, is_empty, payload, stamp
 from decent_opt.monitoring.ranges import phase
 from decent_opt.topology import Peers
 
@@ -37,7 +38,9 @@ class Mixing:
             s sqrt((1 - w_kk)^2 + sum_{j != k} w_kj^2); `spread` solves for s.
         identical: in round 0, whether all neighbours have sent exactly what this worker has; None in later rounds.
         error, scale: with public copies, ||x - xhat||^2 before the round's message and ||x||^2 (0-d); else None.
-        empty_from: peers whose update was empty, because it was not finite.
+        empty_from: peers whose update was empty, because it was not finite (not known on an accelerator).
+        bad: for each bucket that was sent, which of its pieces were not finite.
+        reported: names of this worker's tensors that were not finite, as far as they were asked for.
     """
 
     sent: dict[int, int] = field(default_factory=dict)
@@ -50,6 +53,12 @@ class Mixing:
     error: Tensor | None = None
     scale: Tensor | None = None
     empty_from: list[int] = field(default_factory=list)
+    bad: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
+
+    def not_finite(self) -> list[int]:
+        """Which of this worker's tensors were not finite; reads the flags, so the host waits."""
+        return indices([bucket for bucket, _ in self.bad], [flags for _, flags in self.bad])
 
     def count(self, traffic: Traffic) -> None:
         """Add what an exchange has moved."""
@@ -93,7 +102,15 @@ class BucketExchange:
         self._message = allocate("out", nbytes)
         self._incoming = {peer: allocate(f"from {peer}", nbytes) for peer in self.peers.receive}
         stamp(self._message, self.round, self.transport.rank)
+        bad = not_finite(self.bucket.pieces)
+        self.mixing.bad.append((self.bucket, bad))
+        self._empty = bad.any()
+        flag_empty(self._message, self._empty)
+        self.bucket.blank_(self._empty)
         self.bucket.read(self.own)
+        if self.dtype == torch.float16 and self.bucket.dtype != torch.float16:
+            most = torch.finfo(torch.float16).max
+            self.own.clamp_(-most, most)  # finite values do not become infinite; what is cut off stays here
 
     @property
     def own(self) -> Tensor:
@@ -101,7 +118,10 @@ class BucketExchange:
         return payload(self._message).view(self.dtype)
 
     def mixed(self, into: Tensor) -> Tensor:
-        """Wait for the neighbours and return `into` = sum_j w_kj q_j, of shape (numel,), float32 at least."""
+        """Wait for the neighbours and return `into` = sum_j w_kj q_j, of shape (numel,), float32 at least.
+
+        q_k stands in for q_j where that is not finite; where q_k itself is not, its neighbours' weighted mean is taken.
+        """
         with phase("wait"):
             self.mixing.count(self._pending.wait())
         for peer, message in self._incoming.items():
@@ -114,10 +134,32 @@ class BucketExchange:
         with phase("decode"):
             into.zero_()
             for peer in sorted(weights):
-                term = self.own if peer == self.transport.rank else payload(self._incoming[peer]).view(self.dtype)
-                into.add_(term, alpha=weights[peer])
+                into.add_(self._term(peer), alpha=weights[peer])
+            if self._empty.device.type != "cpu" or self._empty:
+                into.div_(torch.where(self._empty, self._weight_of_the_finite(), 1.0))
         self.mixing.decode_seconds += time.perf_counter() - began
         return into
+
+    def _term(self, peer: int) -> Tensor:
+        """q_j, or q_k in its place."""
+        if peer == self.transport.rank:
+            return self.own
+        message = self._incoming[peer]
+        term = payload(message).view(self.dtype)
+        if message.device.type != "cpu":
+            return torch.where(flagged_empty(message), self.own, term)
+        if not is_empty(message):
+            return term
+        if peer not in self.mixing.empty_from:
+            self.mixing.empty_from.append(peer)
+        return self.own
+
+    def _weight_of_the_finite(self) -> Tensor:
+        """sum of w_kj over the neighbours whose update is not empty."""
+        total = torch.zeros((), device=self._empty.device)
+        for peer, weight in self.peers.receive.items():
+            total += weight * flagged_empty(self._incoming[peer]).logical_not()
+        return total
 
 
 def _add_into(total: dict[int, _Number], part: dict[int, _Number]) -> None:

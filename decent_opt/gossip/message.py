@@ -30,7 +30,13 @@ def stamp(message: Tensor, round: int, sender: int) -> None:
 
 def flag_empty(message: Tensor, empty: Tensor) -> None:
     """Mark a stamped message as an empty update where `empty`, (0-d, bool), holds; the host is not stopped."""
-    message[:8].view(torch.int64).add_(empty.to(torch.int64), alpha=_EMPTY - _MAGIC)
+    if empty.device.type != "cpu" or empty:
+        message[:8].view(torch.int64).add_(empty.to(torch.int64), alpha=_EMPTY - _MAGIC)
+
+
+def flagged_empty(message: Tensor) -> Tensor:
+    """The same as `is_empty`, as a tensor, (), bool: the host is not stopped."""
+    return message[:8].view(torch.int64)[0] == _EMPTY
 
 
 def is_empty(message: Tensor) -> bool:

@@ -37,8 +37,11 @@ class OverlappedGossip:
         self.message_dtype = message_dtype
         self._exchanges: list[BucketExchange] = []
 
-    def start(self, tensors: Sequence[Tensor], round: int, remainders: Sequence[Tensor | None] | None = None) -> None:
-        """Encode and post all buckets. The tensors may change from here on, but not their storage."""
+    def start(self, tensors: Sequence[Tensor], round: int, remainders: Sequence[Tensor | None] | None = None) -> Mixing:
+        """Encode and post all buckets. The tensors may change from here on, but not their storage.
+
+        What is returned says what was not finite; `finish` completes it.
+        """
         self._peers: Peers = self.topology.peers(self.transport.rank, round)
         self._mixing = Mixing()
         self._exchanges = [
@@ -53,6 +56,7 @@ class OverlappedGossip:
             )
             for bucket in make_buckets(tensors, self.bucket_bytes, remainders)
         ]
+        return self._mixing
 
     @property
     def in_flight(self) -> bool:

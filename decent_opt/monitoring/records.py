@@ -31,6 +31,7 @@ class RoundRecord:
         compressor: what the messages were encoded with; None where parameters were sent.
         gamma: consensus step size of CPD-SGDM, else None.
         error: CPD-SGDM: ||x - xhat||^2 before the message was made; else None.
+        not_finite: names of this worker's tensors that were infinite or NaN, and that the exchange has replaced.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class RoundRecord:
     compressor: str | None = None
     gamma: float | None = None
     error: Tensor | None = field(default=None, compare=False)
+    not_finite: list[str] = field(default_factory=list)
 
     @property
     def consensus_distance(self) -> float | None:

@@ -7,7 +7,6 @@ order "fresh":   send, absorb, mix, outer momentum
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
@@ -18,14 +17,15 @@ from torch import Tensor
 from decent_opt.communication import Transport
 from decent_opt.compression import Compressor, Identity
 from decent_opt.config import DecentConfig
-from decent_opt.gossip import CompressedGossip, Mixable, average_, restart
+from decent_opt.gossip import CompressedGossip, Mixable, Mixing, not_finite, restart
 from decent_opt.gossip.compressed import Part
 from decent_opt.monitoring import Monitor
 from decent_opt.optim.compressed_setup import first_gamma
+from decent_opt.optim.healing import restore_from_copies_
 from decent_opt.optim.hyperparameters import AUTO, GAMMA, MATRIX
 from decent_opt.optim.own_state import COPY, PULL, REMAINDER
 from decent_opt.optim.replica import Replica
-from decent_opt.optim.round_runner import RoundRunner, exact_mixing
+from decent_opt.optim.round_runner import RoundRunner
 from decent_opt.theory.step_size import BLOCK, AutoGamma, GrowthGuard
 
 logger = logging.getLogger(__name__)
@@ -96,14 +96,7 @@ class CompressedRunner(RoundRunner):
         round = self.gossip.in_flight
         if round is not None:
             mixing = self.gossip.absorb()
-            if mixing.empty_from:
-                logger.warning(
-                    "rank %d: round %d brought nothing from ranks %s, whose parameters are not finite; lower the "
-                    "learning rate or gamma",
-                    self.transport.rank,
-                    round,
-                    mixing.empty_from,
-                )
+            self._restore(mixing, round)
             self._warn_if_identical(mixing)
             self._watch(round)
             self.record("gossip", round, mixing, self.replica.trainable().values())
@@ -141,8 +134,9 @@ class CompressedRunner(RoundRunner):
             self._confirmed = True
         return not self._copies_fit or super()._wants_exact_average(round)
 
-    def _gossip(self, mixed: list[Tensor], round: int) -> None:
-        self._admit_unfrozen(mixed, round)
+    def _gossip(self, tensors: dict[str, Tensor], round: int) -> None:
+        mixed = list(tensors.values())
+        self._admit_unfrozen(tensors, round)
         parts, gamma = self.gossip.cut(self._mixables()), self.group[GAMMA]
         if self.config.order == "fresh":
             self._send(parts, round)
@@ -154,24 +148,36 @@ class CompressedRunner(RoundRunner):
         if self.config.gamma == "auto" and len(self._block) == BLOCK:
             self._tune_gamma()
 
-    def _admit_unfrozen(self, mixed: list[Tensor], round: int) -> None:
+    def _admit_unfrozen(self, mixed: dict[str, Tensor], round: int) -> None:
         """Parameters that are trained since the last round have parted already: average them, then begin their copies.
 
         All workers have agreed on the layout of this round, so they find the same ones.
         """
-        new = [p for p in mixed if COPY not in self.optimizer.state.get(p, {})]
+        new = {name: p for name, p in mixed.items() if COPY not in self.optimizer.state.get(p, {})}
         if new:
-            began = time.perf_counter()
-            sent = average_(self.transport, new, self.bucket_bytes, self.own.remainders(new))
-            self.own.create(new, bool(self.group["outer_momentum"]))
-            self.record("average", round, exact_mixing(sent, began), new)
+            mixing = self.average_(new, round)
+            self.own.create(new.values(), bool(self.group["outer_momentum"]))
+            self.record("average", round, mixing, new.values())
 
     def _send(self, parts: list[Part], round: int) -> None:
         mixing = self.gossip.send(parts, round)
         if mixing.error is not None and mixing.scale is not None:
-            norms = torch.stack([mixing.error, mixing.scale])
+            norms = torch.stack([mixing.error, mixing.scale]).nan_to_num(nan=0.0, posinf=0.0)
             self._watched.put(norms)
             self._block.append(norms)
+            if norms.device.type == "cpu":
+                self._restore(mixing, round)
+
+    def _restore(self, mixing: Mixing, round: int) -> None:
+        """Own parameters that are not finite come back from the public copies. On an accelerator a round later."""
+        bad: list[str] = []
+        if mixing.error is not None and not mixing.reported and not bool(mixing.error.isfinite()):
+            trainable = self.replica.trainable()
+            flags = not_finite(list(trainable.values())).tolist()
+            bad = [name for name, flag in zip(trainable, flags, strict=True) if flag]
+            for name in bad:
+                restore_from_copies_(self.optimizer, trainable[name], self.gossip.peers.self_weight)
+        self._mind(bad, mixing, round, all_used=not mixing.empty_from)
 
     def _tune_gamma(self) -> None:
         """Once in a block of rounds: the workers' mean of what they have seen decides; collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,6 +12,8 @@ from decent_opt.communication import Transport
 from decent_opt.config import DecentConfig
 from decent_opt.errors import ConfigError
 from decent_opt.gossip import average_
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -43,7 +46,8 @@ def average_gradients_(
 ) -> tuple[Tensor, int]:
     """g <- mean of the workers' gradients; collective.
 
-    A parameter without a gradient counts as zero where another worker has one, and keeps None where none has.
+    A parameter without a gradient counts as zero where another worker has one, and keeps None where none has. The mean
+    is over the workers whose gradients are finite.
 
     Args:
         parameters: name -> parameter, the same on all ranks.
@@ -71,7 +75,17 @@ def average_gradients_(
     for parameter in missing:
         parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    sent = average_(transport, [*gradients, flags], bucket_bytes)
+
+    def report(bad: list[int]) -> None:
+        if bad and found_inf is None:
+            logger.warning(
+                "rank %d: gradients of %d parameters are not finite, the first is %s; they are left out of the mean",
+                *(transport.rank, len(bad), list(parameters)[bad[0]]),
+            )
+
+    # On an accelerator the host would have to wait for the answer, in every step.
+    told = report if device.type == "cpu" else None
+    sent = average_(transport, gradients, bucket_bytes, report=told).sent + transport.average_([flags])
     if missing:
         someone_has = dict(zip(map(id, parameters.values()), flags.tolist(), strict=False))
         for parameter in missing:

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from decent_opt.communication import Transport, agreement, ring_all_reduce_bytes
 from decent_opt.config import DecentConfig
+from decent_opt.errors import NotFinite
 from decent_opt.gossip import CompressedGossip, Mixing, OverlappedGossip, PeriodicGossip, apply_corrections, average_
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import outer
+from decent_opt.optim.healing import clean_state_
 from decent_opt.optim.hyperparameters import DUE, GAMMA, ROUND, STEP
 from decent_opt.optim.own_state import REMAINDER, OwnState
 from decent_opt.optim.replica import Replica, describe
@@ -69,13 +71,13 @@ class RoundRunner:
         round = self.group[ROUND]
         self._set(ROUND, round + 1)
         if not self._wants_exact_average(round):
-            self._gossip(list(tensors.values()), round)
+            self._gossip(tensors, round)
             return
-        began, parameters, mixed = time.perf_counter(), list(self.replica.trainable().values()), list(tensors.values())
-        sent = average_(self.transport, mixed, self.bucket_bytes, self.own.remainders(mixed))
+        mixing = self.average_(tensors, round)
+        parameters = list(self.replica.trainable().values())
         self.are_equal()
         self._outer_step(parameters)
-        self.record("average", round, exact_mixing(sent, began), parameters)
+        self.record("average", round, mixing, parameters)
 
     def _wants_exact_average(self, round: int) -> bool:
         return is_exact_average(round, self.group["global_every"])
@@ -86,18 +88,57 @@ class RoundRunner:
     def check_loaded(self, matrix: str, fresh: bool = False) -> None:
         """Called with a text that tells W apart when there may be another state: a loaded one, or none (`fresh`)."""
 
-    def _gossip(self, mixed: list[Tensor], round: int) -> None:
+    def average_(self, tensors: dict[str, Tensor], round: int) -> Mixing:
+        """x <- mean of the workers whose values are finite; collective."""
+        began, names, bad = time.perf_counter(), list(tensors), list[int]()
+        remainders = self.own.remainders(list(tensors.values()))
+        sent, used = average_(self.transport, list(tensors.values()), self.bucket_bytes, remainders, bad.extend)
+        mixing = exact_mixing(sent, began)
+        self._mind([names[i] for i in bad], mixing, round, all_used=bool((used == 1).all()))
+        return mixing
+
+    def _gossip(self, tensors: dict[str, Tensor], round: int) -> None:
         assert not isinstance(self.gossip, CompressedGossip)
-        self.gossip.start(mixed, round, self.own.remainders(mixed))
-        if self.config.overlap_steps:
+        names, mixed = list(tensors), list(tensors.values())
+        if isinstance(self.gossip, OverlappedGossip):
+            mixing = self.gossip.start(mixed, round, self.own.remainders(mixed))
+            self._mind([names[i] for i in mixing.not_finite()], mixing, round)
             self._in_flight = (round, mixed)
             self._set(DUE, self.group[STEP] + self.config.overlap_steps)
             return
+        self.gossip.start(mixed, round, self.own.remainders(mixed))
         mixing = self.gossip.finish()
+        self._mind([names[i] for i in mixing.not_finite()], mixing, round, all_used=not mixing.empty_from)
         self._warn_if_identical(mixing)
         parameters = list(self.replica.trainable().values())
         self._outer_step(parameters)
         self.record("gossip", round, mixing, parameters)
+
+    def _mind(self, bad: list[str], mixing: Mixing, round: int, all_used: bool = True) -> None:
+        """What to do about values that were not finite: own tensors of these names, or other workers'.
+
+        Raises:
+            NotFinite: with `on_nonfinite="raise"`.
+        """
+        mixing.reported = mixing.reported or bad
+        if not bad and all_used:
+            return
+        me, parameters = self.transport.rank, self.replica.parameters()
+        found = f"{len(bad)} tensors that are not finite, the first is {bad[0]}" if bad else ""
+        if self.config.on_nonfinite == "raise":
+            whose = f"rank {me} has {found}" if bad else f"ranks {mixing.empty_from or 'other than this one'} have some"
+            raise NotFinite(f"rank {me}, round {round}: parameters are not finite: {whose}", bad, round)
+        for name in bad:
+            if name in parameters:
+                clean_state_(self.optimizer, parameters[name])
+        if bad:
+            logger.warning(
+                "rank %d, round %d: %s; they stay here, the other workers' values replace them, and their moments "
+                "begin anew",
+                me,
+                round,
+                found,
+            )
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -163,8 +204,8 @@ class RoundRunner:
         if layout != self._layout:
             with agreement(self.transport) as claims:
                 claims.update(layout)
-            left = self.left_behind(tensors)
-            average_(self.transport, left, self.bucket_bytes, self.own.remainders(left))
+            left = {f"{i} of what was frozen": t for i, t in enumerate(self.left_behind(tensors))}
+            self.average_(left, self.group[ROUND])
             self._layout = layout
         self._last_mixed = tensors
 
@@ -205,6 +246,7 @@ class RoundRunner:
                 compressor=self.codec if kind == "gossip" else None,
                 gamma=self.group[GAMMA] if kind == "gossip" else None,
                 error=mixing.error,
+                not_finite=mixing.reported,
             )
         )
 
