@@ -22,7 +22,7 @@ FLOORS: dict[str, tuple[float | None, float | None]] = {
     "fp16": (None, None),
     "sign": (0.5, 0.5),
     "random-blocks:share=0.125": (5.0, None),
-    "random-blocks:share=0.125,block=16384": (5.0, None),
+    "random-blocks:share=0.125,block=1024": (None, None),
     "randk:share=0.125": (None, None),
     "int8": (0.3, None),
     "int4": (None, None),

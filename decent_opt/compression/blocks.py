@@ -56,6 +56,11 @@ class EvenBlocks(Blocks):
     numel: int
     length: int
 
+    @classmethod
+    def at_least(cls, count: int, numel: int, length: int) -> EvenBlocks:
+        """Blocks of this length, or as much shorter as it takes to have so many of them, as far as elements reach."""
+        return cls(numel, max(1, min(length, numel // count)))
+
     @property
     def count(self) -> int:  # type: ignore[override]
         return -(-self.numel // self.length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,9 @@ from decent_opt.options import choice, share, whole
 class RandomBlocks(Compressor):
     """Q(x) keeps k = max(1, round(share * m)) of the m blocks of the vector, uniformly without replacement.
 
+    Long blocks are fast, since a jump in memory costs more than the elements behind it; but with few of them a round
+    moves large parts of the vector and leaves others alone for long. So blocks shrink until m >= 32 / share.
+
     Contractive, delta = k / m. With unbiased=yes what is kept is scaled by m / k: then E Q(x) = x, omega = m / k - 1.
 
     Wire: the chosen blocks in the dtype of x, and nothing else; the last block of the vector is padded with zeros.
@@ -26,10 +30,10 @@ class RandomBlocks(Compressor):
     """
 
     name: ClassVar[str] = "random-blocks"
-    options = (share("share", 0.125), whole("block", 1, default=1024), choice("unbiased", ["no", "yes"]))
+    options = (share("share", 0.125), whole("block", 1, default=16384), choice("unbiased", ["no", "yes"]))
 
     share: float = 0.125
-    block: int = 1024
+    block: int = 16384
     unbiased: str = "no"
 
     def nbytes(self, layout: Layout, dtype: torch.dtype) -> int:
@@ -60,7 +64,7 @@ class RandomBlocks(Compressor):
         return 0.8 * self.share if self.share < 1.0 else 1.0
 
     def _blocks(self, layout: Layout) -> EvenBlocks:
-        return EvenBlocks(layout.numel, max(1, min(self.block, layout.numel)))
+        return EvenBlocks.at_least(math.ceil(32 / self.share), layout.numel, self.block)
 
     def _kept_share(self, layout: Layout) -> float:
         """The share of the blocks that is kept, exactly."""

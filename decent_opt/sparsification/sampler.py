@@ -75,7 +75,7 @@ class BlockSampler:
         check_block(block)
         blocks: Blocks
         if isinstance(block, int):
-            blocks = EvenBlocks(numel, max(1, min(block, numel // math.ceil(4 / tau))))
+            blocks = EvenBlocks.at_least(math.ceil(4 / tau), numel, block)
         else:
             if sum(block) != numel:
                 raise ConfigError(f"block: the lengths have to add up to {numel} elements, got a sum of {sum(block)}")

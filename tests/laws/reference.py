@@ -9,7 +9,7 @@ which the operator draws it, because that is part of what sender and receivers a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import floor
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ def topk_global(x: Array, compressor: Any, key: Key) -> Array:
 def random_blocks(x: Array, compressor: Any, key: Key) -> Array:
     """The first k numbers of a random order of the blocks."""
     out, flat = np.zeros(x.size), x.reshape(-1)
-    length = max(1, min(compressor.block, x.size))
+    length = max(1, min(compressor.block, x.size // ceil(32 / compressor.share)))
     begins = list(range(0, x.size, length))
     kept = max(1, round(compressor.share * len(begins)))
     scale = len(begins) / kept if compressor.unbiased == "yes" else 1.0
