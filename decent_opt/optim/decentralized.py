@@ -228,10 +228,11 @@ class Decentralized(torch.optim.Optimizer):
 
     def _local_step(self, closure: Closure | None) -> Any:
         rounds = self.rounds
-        if not rounds.averages_gradients and getattr(self, "found_inf", None) is None:
+        averages = rounds.averages_gradients and rounds.anyone_goes_on()
+        if not averages and getattr(self, "found_inf", None) is None:
             return self.base.step(closure)
         scaling = Scaling.of(self)
-        if rounds.averages_gradients:
+        if averages:
             if closure is not None:
                 return self.base.step(rounds.averaging(closure))
             scaling.unscale_(rounds.replica.every_parameter().values())
@@ -241,6 +242,25 @@ class Decentralized(torch.optim.Optimizer):
         if scaling.found_inf is None:
             return self.base.step(closure)
         return scaled_step(self.base, scaling, rounds.replica.every_parameter().values())
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Train on data of different length: `with optimizer.join(): for batch in data: ...`. Collective.
+
+        A worker that has no batch left goes on mixing its parameters with the others', and in the warm-up takes their
+        mean gradient, until nobody has one; all leave the block at the same step. None may be without data from the
+        start, too. Before each exchange the workers tell each other whether they go on: one number more.
+        """
+        rounds = self.rounds
+        rounds.has_data, rounds.over = True, rounds.alone
+        try:
+            yield
+            rounds.has_data = False
+            while not rounds.over:
+                self.zero_grad()
+                self.step()
+        finally:
+            rounds.has_data, rounds.over = None, False
 
     # -- consensus -----------------------------------------------------------------------------------------------
 

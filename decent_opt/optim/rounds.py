@@ -124,6 +124,8 @@ class Rounds:
             )
         self.runner.check_loaded(self._matrix, fresh)
         self._entries_ready = False
+        self.has_data: bool | None = None  # with uneven data: has this worker batches left?
+        self.over = False  # with uneven data: no worker has
 
     def close(self) -> None:
         """Complete a round in flight and release the transports."""
@@ -150,6 +152,11 @@ class Rounds:
     def group(self) -> dict[str, Any]:
         """The first parameter group, which holds the counters and the hyperparameters that are in force."""
         return self.optimizer.param_groups[0]
+
+    @property
+    def _device(self) -> torch.device:
+        parameter: Tensor = self.group["params"][0]
+        return parameter.device
 
     @property
     def alone(self) -> bool:
@@ -222,8 +229,17 @@ class Rounds:
             self.runner.settle()
         if self._warming and step >= group["warmup_steps"]:
             self._end_warmup()
-        if round_is_due(step, group["period"], group["warmup_steps"]):
+        if round_is_due(step, group["period"], group["warmup_steps"]) and self.anyone_goes_on():
             self.runner.run()
+
+    def anyone_goes_on(self) -> bool:
+        """With uneven data: has any worker still batches? Asked before each exchange; collective then."""
+        if self.has_data is None or self.over:
+            return not self.over
+        active = torch.tensor([float(self.has_data)]).to(self._device)
+        self.transport.average_([active])
+        self.over = not bool(active)
+        return not self.over
 
     def _end_warmup(self) -> None:
         self._warming = False
