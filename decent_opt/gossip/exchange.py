@@ -40,6 +40,7 @@ class Mixing:
         error, scale: with public copies, ||x - xhat||^2 before the round's message and ||x||^2 (0-d); else None.
         empty_from: peers whose update was empty, because it was not finite (not known on an accelerator).
         bad: for each bucket that was sent, which of its pieces were not finite.
+        lost: for each bucket, () bool: neither this worker nor a neighbour has finite values.
         reported: names of this worker's tensors that were not finite, as far as they were asked for.
     """
 
@@ -54,6 +55,7 @@ class Mixing:
     scale: Tensor | None = None
     empty_from: list[int] = field(default_factory=list)
     bad: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    lost: list[Tensor] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
 
     def not_finite(self) -> list[int]:
@@ -136,7 +138,9 @@ class BucketExchange:
             for peer in sorted(weights):
                 into.add_(self._term(peer), alpha=weights[peer])
             if self._empty.device.type != "cpu" or self._empty:
-                into.div_(torch.where(self._empty, self._weight_of_the_finite(), 1.0))
+                weight = self._weight_of_the_finite()
+                self.mixing.lost.append(self._empty & (weight == 0))
+                into.div_(torch.where(self._empty, weight, 1.0))
         self.mixing.decode_seconds += time.perf_counter() - began
         return into
 

@@ -29,6 +29,7 @@ from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.schedule import is_exact_average
 
 logger = logging.getLogger(__name__)
+_LOST = "rank {}, round {}: parameters are finite {}; nothing is left to go on from but a checkpoint"
 
 
 class RoundRunner:
@@ -54,6 +55,7 @@ class RoundRunner:
         self.bucket_bytes = int(config.bucket_mb * 1e6)
         self.own = OwnState(self.optimizer, public_copies=config.algorithm == "cpd")
         self._in_flight: tuple[int, list[Tensor]] | None = None  # (round, tensors) between start and finish
+        self._lost_for = 0  # rounds in a row
         self._last_mixed = self._mixed()
         self._layout = describe(self._last_mixed)
 
@@ -95,6 +97,8 @@ class RoundRunner:
         sent, used = average_(self.transport, list(tensors.values()), self.bucket_bytes, remainders, bad.extend)
         mixing = exact_mixing(sent, began)
         self._mind([names[i] for i in bad], mixing, round, all_used=bool((used == 1).all()))
+        if bool((used == 0).any()):
+            raise NotFinite(_LOST.format(self.transport.rank, round, "on no worker"), mixing.reported, round)
         return mixing
 
     def _gossip(self, tensors: dict[str, Tensor], round: int) -> None:
@@ -109,6 +113,7 @@ class RoundRunner:
         self.gossip.start(mixed, round, self.own.remainders(mixed))
         mixing = self.gossip.finish()
         self._mind([names[i] for i in mixing.not_finite()], mixing, round, all_used=not mixing.empty_from)
+        self._see_whether_lost(mixing, round)
         self._warn_if_identical(mixing)
         parameters = list(self.replica.trainable().values())
         self._outer_step(parameters)
@@ -140,6 +145,14 @@ class RoundRunner:
                 found,
             )
 
+    def _see_whether_lost(self, mixing: Mixing, round: int) -> None:
+        """Neighbours without finite values are restored by theirs; after as many rounds as workers there is no hope."""
+        lost = bool(mixing.reported) and any(bool(flag) for flag in mixing.lost)
+        self._lost_for = self._lost_for + 1 if lost else 0
+        if self._lost_for >= self.transport.size:
+            whose = f"neither here nor on the neighbours, for {self._lost_for} rounds"
+            raise NotFinite(_LOST.format(self.transport.rank, round, whose), mixing.reported, round)
+
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for the round in flight, if there is one, and apply its corrections, from messages or from the state."""
@@ -151,6 +164,7 @@ class RoundRunner:
             self._in_flight = None
             assert isinstance(self.gossip, OverlappedGossip)
             mixing = self.gossip.finish()
+            self._see_whether_lost(mixing, round)
             self._warn_if_identical(mixing)
             self._outer_step(parameters)
             self.record("gossip", round, mixing, parameters)

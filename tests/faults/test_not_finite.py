@@ -192,3 +192,20 @@ def test_it_holds_between_processes(ranks: RankPool) -> None:
     for variant in ("pd", "cpd"):
         virtual = run_ranks(train, N, "loopback", (VARIANTS[variant], math.nan, 4))
         assert ranks.run(train, N, (VARIANTS[variant], math.nan, 4)) == virtual
+
+
+def hopeless(rank: int, options: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Decentralized(torch.optim.SGD(model.parameters(), lr=0.1), model=model, period=1, **options)
+    for step in range(8):
+        model(torch.full((2, 3), math.nan if step == 2 else 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": 1}, {"global_every": 1}])
+def test_where_nothing_finite_is_left_all_stop(options: dict[str, Any]) -> None:
+    with pytest.raises(RankFailed) as error:
+        run_ranks(hopeless, 3, "loopback", (options,), timeout=30)
+    assert len(error.value.reports) == 3
+    assert all("nothing is left to go on from but a checkpoint" in text for text in error.value.reports.values())
