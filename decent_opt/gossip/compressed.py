@@ -25,7 +25,7 @@ from decent_opt.communication import Pending, Transport
 from decent_opt.compression import Compressor, Key, Layout, row_of
 from decent_opt.gossip.buckets import Bucket, flatten, make_buckets
 from decent_opt.gossip.exchange import Mixing
-from decent_opt.gossip.message import HEADER_BYTES, check, flag_empty, is_empty, payload, stamp
+from decent_opt.gossip.message import HEADER_BYTES, check, flag_empty, is_empty, payload, seal, stamp
 from decent_opt.monitoring.ranges import phase
 from decent_opt.topology import Topology
 
@@ -215,6 +215,7 @@ class CompressedGossip:
             flag_empty(message, ~finite)
         key = Key(self.seed, self._round, self.transport.rank, part.place)
         part.compressor.encode(difference, part.layout, payload(message), key)
+        seal(message)
         own = difference.zero_()
         part.compressor.decode_add_(own, part.layout, payload(message), part.compressor.damping(part.layout), key)
         torch._foreach_add_(part.copies, pieces)

@@ -19,7 +19,7 @@ from torch import Tensor
 from decent_opt.communication import Traffic, Transport
 from decent_opt.gossip.buckets import Bucket
 from decent_opt.gossip.finite import indices, not_finite
-from decent_opt.gossip.message import HEADER_BYTES, check, flag_empty, flagged_empty, is_empty, payload, stamp
+from decent_opt.gossip.message import HEADER_BYTES, check, flag_empty, flagged_empty, is_empty, payload, seal, stamp
 from decent_opt.monitoring.ranges import phase
 from decent_opt.topology import Peers
 
@@ -113,6 +113,7 @@ class BucketExchange:
         if self.dtype == torch.float16 and self.bucket.dtype != torch.float16:
             most = torch.finfo(torch.float16).max
             self.own.clamp_(-most, most)  # finite values do not become infinite; what is cut off stays here
+        seal(self._message)
 
     @property
     def own(self) -> Tensor:

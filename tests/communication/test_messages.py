@@ -7,13 +7,15 @@ import torch
 
 from decent_opt import ConfigError, PeerLost
 from decent_opt.communication import LoopbackTransport, LoopbackWorld, connect, ring_all_reduce_bytes
-from decent_opt.gossip.message import HEADER_BYTES, check, stamp
+from decent_opt.gossip.message import HEADER_BYTES, check, seal, stamp
 from decent_opt.testing import RankPool, run_ranks
 
 
 def stamped(payload: int = 8, round: int = 3, sender: int = 1) -> torch.Tensor:
     message = torch.zeros(HEADER_BYTES + payload, dtype=torch.uint8)
     stamp(message, round, sender)
+    message[HEADER_BYTES:] = torch.arange(payload)
+    seal(message)
     return message
 
 
@@ -36,6 +38,16 @@ def test_every_damage_is_named() -> None:
         check(broken, 3, 1, me=0)
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 29])
+def test_any_flipped_bit_is_noticed(length: int) -> None:
+    for place in range(length):
+        for bit in range(8):
+            message = stamped(length)
+            message[HEADER_BYTES + place] ^= 1 << bit
+            with pytest.raises(PeerLost, match="rank 1 in round 3 was damaged on its way"):
+                check(message, 3, 1, me=0)
+
+
 def different_lengths(rank: int) -> str:
     """Rank 0 sends fewer bytes than rank 1 expects; the backends fill the buffer in part and say nothing."""
     transport = connect(timeout=3.0)
@@ -53,7 +65,7 @@ def different_lengths(rank: int) -> str:
 def test_a_short_message_is_noticed(ranks: RankPool, backend: str) -> None:
     results = ranks.run(different_lengths, 2) if backend == "gloo" else run_ranks(different_lengths, 2, "loopback")
     assert results[0] == "ok"
-    assert "what came from rank 0" in results[1] or "the message of rank 0 in round 0 has 40 bytes" in results[1]
+    assert "what came from rank 0" in results[1] or "the message of rank 0 in round 0 has 48 bytes" in results[1]
 
 
 def test_a_silent_loopback_peer_raises_in_time() -> None:
