@@ -1,6 +1,6 @@
 """What there is to know about a topology before one trains on it: `Facts`, and the texts that show them.
 
-Bytes are models sent times the bytes of a model, per worker and round; the 32 bytes of a message's header are left out.
+Bytes are models sent times the bytes of a model, per worker and round; the 40 bytes of a message's header are left out.
 """
 
 from __future__ import annotations
