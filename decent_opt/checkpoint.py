@@ -34,7 +34,7 @@ from decent_opt.checkpoint_resized import resized
 from decent_opt.communication import agreement, connect, place
 from decent_opt.errors import ConfigError
 
-__all__ = ["async_save", "load", "save", "saved_ranks"]
+__all__ = ["async_save", "latest", "load", "save", "saved_ranks"]
 
 _REST = "the rest"
 _TENSOR = "\0tensor:"
@@ -139,6 +139,21 @@ def load(
     finally:
         transport.close()
     return state["extra"]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in this folder of checkpoints that was completed last; None if there is none.
+
+    A save that was interrupted is passed over, so a restarted run finds the one before it.
+    """
+    complete: list[tuple[float, Path]] = []
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        try:
+            ranks = saved_ranks(path)
+        except ConfigError:
+            continue
+        complete.append((max((_part(path, rank, ranks) / ".metadata").stat().st_mtime for rank in range(ranks)), path))
+    return max(complete)[1] if complete else None
 
 
 def saved_ranks(folder: str | os.PathLike[str]) -> int:
