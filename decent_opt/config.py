@@ -45,6 +45,7 @@ ALLOWED = {
     "bucket_mb": "a number > 0 and <= 10**6",
     "timeout": "a number of seconds > 0 and < 10**9",
     "on_nonfinite": '"skip" or "raise"',
+    "on_peer_loss": '"raise" or "continue"',
     "sync_init": "True or False",
 }
 
@@ -141,6 +142,10 @@ class DecentConfig(BaseModel):
     on_nonfinite: Literal["skip", "raise"] = "skip"
     """What to do at a round about infinite or NaN parameters, which never leave their worker: "skip" restores them from
     the neighbours and warns; "raise" stops there."""
+
+    on_peer_loss: Literal["raise", "continue"] = "raise"
+    """What to do when a peer is lost: "raise" `PeerLost`, or "continue": those who are left, if they are a majority,
+    make a new graph of the same name, take one exact average and go on (gloo)."""
 
     sync_init: bool = True
     """Broadcast rank 0's parameters and buffers at construction."""

@@ -122,6 +122,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [  # field, value, the value as it is s
     ("message_dtype", torch.bfloat16, "torch.bfloat16"),
     ("on_nonfinite", "ignore", "'ignore'"),
     ("on_nonfinite", True, "True"),
+    ("on_peer_loss", "ignore", "'ignore'"),
     ("sync_init", 1, "1"),
     ("sync_init", "yes", "'yes'"),
     ("sync_init", np.int64(0), "0"),

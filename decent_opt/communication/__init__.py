@@ -5,6 +5,8 @@ from decent_opt.communication.connect import connect, place, set_thread_transpor
 from decent_opt.communication.distributed import DistributedTransport
 from decent_opt.communication.hosts import Hosts, host_groups
 from decent_opt.communication.loopback import LoopbackTransport, LoopbackWorld
+from decent_opt.communication.roll_call import RollCall
+from decent_opt.communication.survivors import SurvivorsTransport
 from decent_opt.communication.transport import Pending, Traffic, Transport, ring_all_reduce_bytes
 
 __all__ = [
@@ -13,6 +15,8 @@ __all__ = [
     "LoopbackTransport",
     "LoopbackWorld",
     "Pending",
+    "RollCall",
+    "SurvivorsTransport",
     "Traffic",
     "Transport",
     "agreement",

@@ -23,7 +23,7 @@ from decent_opt.gossip import CompressedGossip, Mixing, OverlappedGossip, Period
 from decent_opt.monitoring import Monitor, RoundRecord
 from decent_opt.optim import outer
 from decent_opt.optim.healing import clean_state_
-from decent_opt.optim.hyperparameters import DUE, GAMMA, ROUND, STEP
+from decent_opt.optim.hyperparameters import DUE, GAMMA, MATRIX, ROUND, STEP
 from decent_opt.optim.own_state import REMAINDER, OwnState
 from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.schedule import is_exact_average
@@ -83,6 +83,27 @@ class RoundRunner:
 
     def _wants_exact_average(self, round: int) -> bool:
         return is_exact_average(round, self.group["global_every"])
+
+    @torch.no_grad()
+    def regroup(
+        self, transport: Transport, gossip: PeriodicGossip | OverlappedGossip | CompressedGossip, matrix: str
+    ) -> int:
+        """Go on among those who are left: an exact average, and copies anew. Return the step of who is furthest."""
+        self.transport, self.gossip, self._in_flight, self._lost_for = transport, gossip, None, 0
+        self.own.take_corrections()
+        counters = transport.gather((self.group[STEP], self.group[ROUND]))
+        step, round = (max(pair[i] for pair in counters) for i in range(2))  # type: ignore[index]
+        for name, value in ((ROUND, round), (DUE, None), (MATRIX, matrix)):
+            self._set(name, value)
+        tensors = self._mixed()
+        parameters = list(self.replica.trainable().values())
+        mixing = self.average_(tensors, round)
+        if self.group["outer_momentum"]:
+            self.own.create(parameters, outer_momentum=True)
+            outer.restart(self.optimizer, parameters)
+        self.are_equal()
+        self.record("average", round, mixing, parameters)
+        return step
 
     def are_equal(self) -> None:
         """Called when all workers hold the same parameters: after an exact average, and at the end of the warm-up."""
@@ -197,7 +218,7 @@ class RoundRunner:
         # A parameter that was unfrozen since joins from here on: its value at the last round is not known.
         self.own.create(self.replica.trainable().values(), outer_momentum=True)
 
-    def _set(self, name: str, value: int | None) -> None:
+    def _set(self, name: str, value: int | str | None) -> None:
         for group in self.optimizer.param_groups:
             group[name] = value
 

@@ -8,17 +8,19 @@ optimizer's step hooks. Hyperparameters and counters are read from, and kept in,
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from decent_opt.communication import Transport, agreement
+from decent_opt.communication import DistributedTransport, RollCall, SurvivorsTransport, Transport, agreement
 from decent_opt.config import DecentConfig
-from decent_opt.errors import ConfigError
+from decent_opt.errors import ConfigError, PeerLost
 from decent_opt.gossip import (
     CompressedGossip,
     HostGossip,
@@ -38,6 +40,8 @@ from decent_opt.optim.replica import Replica, describe
 from decent_opt.optim.round_runner import RoundRunner, exact_mixing
 from decent_opt.optim.schedule import round_is_due
 from decent_opt.topology import Topology, make_topology
+
+logger = logging.getLogger(__name__)
 
 
 class Rounds:
@@ -103,6 +107,7 @@ class Rounds:
             claims["buffers"] = repr(config.buffers)
             claims["overlap_steps"] = repr(config.overlap_steps)
             claims["message_dtype"] = repr(config.message_dtype)
+            claims["on_peer_loss"] = repr(config.on_peer_loss)
             claims.update(describe(self.replica.parameters()))
             claims.update({f"buffer {i}": f"shape {tuple(b.shape)}, {b.dtype}" for i, b in enumerate(self.buffers)})
             if self._learner is not None:
@@ -123,16 +128,32 @@ class Rounds:
                 self.replica, self.config, transport, gossip, monitor, self._mixed_buffers, compressor
             )
         self.runner.check_loaded(self._matrix, fresh)
+        self._roll, self._quiet_until = self._call_roll(), -1
         self._entries_ready = False
         self.has_data: bool | None = None  # with uneven data: has this worker batches left?
         self.over = False  # with uneven data: no worker has
 
+    def _call_roll(self) -> RollCall | None:
+        if self.config.on_peer_loss == "raise" or self.transport.size == 1:
+            return None
+        with agreement(self.transport):
+            problem = None
+            if not isinstance(self.transport, DistributedTransport) or self.inside is not None:
+                problem = "on processes without hosts"
+            elif dist.get_backend(self.transport.group) != dist.Backend.GLOO:
+                problem = "on the gloo backend"
+            elif not isinstance(self.config.topology, str):
+                problem = "with a topology by name, which can be made for any number of workers"
+            if problem is not None:
+                raise ConfigError(f'on_peer_loss: "continue" works {problem}; use "raise"')
+        return RollCall(self.transport, self.config.timeout)
+
     def close(self) -> None:
         """Complete a round in flight and release the transports."""
         self.runner.settle()
-        for transport in (self.transport, self.inside):
-            if transport is not None:
-                transport.close()
+        for part in (self.transport, self.inside, self._roll):
+            if part is not None:
+                part.close()
 
     def _make_gossip(self, topology: Topology) -> PeriodicGossip | OverlappedGossip | CompressedGossip:
         if self.config.algorithm == "cpd":
@@ -225,12 +246,41 @@ class Rounds:
             g[STEP] = step
         if self.alone:
             return
-        if group[DUE] is not None and step >= group[DUE]:
-            self.runner.settle()
-        if self._warming and step >= group["warmup_steps"]:
-            self._end_warmup()
-        if round_is_due(step, group["period"], group["warmup_steps"]) and self.anyone_goes_on():
-            self.runner.run()
+        with self._surviving():
+            if group[DUE] is not None and step >= group[DUE]:
+                self.runner.settle()
+            if self._warming and step >= group["warmup_steps"]:
+                self._end_warmup()
+            due = round_is_due(step, group["period"], group["warmup_steps"]) and step > self._quiet_until
+            if due and self.anyone_goes_on():
+                self.runner.run()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """With `on_peer_loss="continue"` the loss of a peer ends the block with an exact average, and no error."""
+        try:
+            yield
+        except PeerLost as error:
+            if self._roll is None:
+                raise
+            self._regroup(error)
+
+    def _regroup(self, error: PeerLost) -> None:
+        assert self._roll is not None
+        began, before = time.perf_counter(), len(self._roll.members)
+        listed, store = self._roll.survivors(error)
+        self.transport = SurvivorsTransport(store, listed.index(self._roll.rank), len(listed), self.config.timeout)
+        try:
+            topology = make_topology(self.config.topology, len(listed))
+        except ConfigError:  # a hypercube of seven
+            topology = make_topology("ring", len(listed))
+        self._matrix = f"{topology.name} {_digest(topology)}"
+        # Who learned of the loss early is behind: it has no rounds until it is where the others are now.
+        self._quiet_until = self.runner.regroup(self.transport, self._make_gossip(topology), self._matrix)
+        logger.warning(
+            "rank %d of the start: %s; %d of %d go on as a %s, after %.1f s",
+            *(self._roll.rank, error, len(listed), before, topology.name, time.perf_counter() - began),
+        )
 
     def anyone_goes_on(self) -> bool:
         """With uneven data: has any worker still batches? Asked before each exchange; collective then."""
@@ -267,9 +317,14 @@ class Rounds:
 
         return averaged_closure
 
-    @torch.no_grad()
     def average_gradients(self, found_inf: Tensor | None = None) -> Tensor:
-        """g <- mean of the workers' gradients; see `average_gradients_`."""
+        """g <- mean of the workers' gradients, if need be of those who are left; see `average_gradients_`."""
+        while True:
+            with self._surviving():
+                return self._average_gradients(found_inf)
+
+    @torch.no_grad()
+    def _average_gradients(self, found_inf: Tensor | None) -> Tensor:
         began = time.perf_counter()
         parameters = {name: p for name, p in self.replica.every_parameter().items() if p.requires_grad}
         overflow, sent = average_gradients_(self.transport, parameters, self.bucket_bytes, found_inf, self._learner)
@@ -293,7 +348,9 @@ class Rounds:
 
         Outer momentum is averaged along: its x_prev would else pull the workers apart again at the next round.
         """
-        if not self.alone:
+        if self.alone:
+            return
+        with self._surviving():
             self.runner.settle()
             tensors, remainders = self._consensus()
             state = self.optimizer.state
