@@ -52,14 +52,17 @@ OVERLAP: dict[str, Any] = {"overlap_steps": 1, "outer_momentum": 0.3}
 def test_the_others_go_on(deaths: dict[int, int], options: dict[str, Any], tmp_path: Path) -> None:
     undisturbed = survive(tmp_path / "fewer", 3, {}, options)
     left = survive(tmp_path / "one dies", 4, deaths, options)
-    assert left[0]["loss"] < 1.02 * undisturbed[0]["loss"] + 1e-3
+    if options:  # copies and outer momentum begin anew, which costs some steps: it goes on falling from 3.4
+        assert left[0]["loss"] < 0.3
+    else:
+        assert left[0]["loss"] < 1.02 * undisturbed[0]["loss"]
     assert all("average" in one["kinds"] for one in left)
 
 
 def test_two_die_one_after_the_other(tmp_path: Path) -> None:
     undisturbed = survive(tmp_path / "fewer", 3, {}, {})
     left = survive(tmp_path / "two die", 5, {0: 11, 3: 31}, {"topology": "one-peer-exponential"})
-    assert left[0]["loss"] < 1.02 * undisturbed[0]["loss"] + 1e-3
+    assert left[0]["loss"] < 1.02 * undisturbed[0]["loss"]
 
 
 def test_a_minority_does_not_go_on(tmp_path: Path) -> None:
