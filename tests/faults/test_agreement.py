@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from decent_opt import ConfigError, Decentralized
+from decent_opt.gossip.message import HEADER_BYTES
 from decent_opt.testing import RankPool, run_ranks
 
 NORMAL: dict[str, Any] = {"period": 4, "topology": "ring"}
@@ -84,7 +85,7 @@ def freeze_later(rank: int, everyone: bool) -> str:
 
 
 def test_freezing_on_all_ranks_takes_effect_from_the_next_round(ranks: RankPool) -> None:
-    header, all_of_it, only_last = 32, 16 * 4, 4 * 4
+    header, all_of_it, only_last = HEADER_BYTES, 16 * 4, 4 * 4
     assert ranks.run(freeze_later, 2, (True,)) == [str([all_of_it + header] + [only_last + header] * 2)] * 2
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from decent_opt import ConfigError
+from decent_opt.gossip.message import HEADER_BYTES
 from decent_opt.integrations.ddp import decentralize, host_groups
 from decent_opt.simulation import SGDM, PeriodicTwin
 from decent_opt.testing import RankPool, seeded
@@ -91,7 +92,7 @@ def test_two_by_two_equals_the_twin_of_two_hosts(ranks: RankPool, options: dict[
 
 def test_a_host_sends_each_parameter_once_per_neighbour(ranks: RankPool) -> None:
     results = ranks.run(train, 4, ({"period": 3},))
-    model, rounds, headers = 4 * sum(p.numel() for p in net().parameters()), STEPS // 3, 32
+    model, rounds, headers = 4 * sum(p.numel() for p in net().parameters()), STEPS // 3, HEADER_BYTES
     for host in (0, 2):
         sent = results[host][1] + results[host + 1][1]
         assert rounds * model < sent <= rounds * (model + 20 * headers)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from decent_opt import PDSGDM
+from decent_opt.gossip.message import HEADER_BYTES
 from decent_opt.simulation import SGDM, PeriodicTwin
 from decent_opt.testing import run_ranks
 from decent_opt.topology import NAMES, make_topology
@@ -454,7 +455,7 @@ def test_every_element_is_mixed_exactly_once(n: int, items: list[Spec], limit: i
     assert torch.equal(torch.stack([values for values, _ in results]), after)
     # One neighbour gets each element once, 16-bit ones in float32; the rest are the headers of the messages.
     payload = sum(s.numel * max(4, s.dtype.itemsize) for s in items if s.mixed)
-    messages = {(sent - payload) / 32 for _, sent in results}
+    messages = {(sent - payload) / HEADER_BYTES for _, sent in results}
     kinds = {s.dtype for s in items if s.mixed and s.numel}
     assert len(messages) == 1
     assert messages == {len(kinds)} if limit > 400 * 8 else min(messages) >= len(kinds)
