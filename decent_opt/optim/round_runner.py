@@ -185,6 +185,7 @@ class RoundRunner:
             self._in_flight = None
             assert isinstance(self.gossip, OverlappedGossip)
             mixing = self.gossip.finish()
+            self._mind([], mixing, round, all_used=not mixing.empty_from)
             self._see_whether_lost(mixing, round)
             self._warn_if_identical(mixing)
             self._outer_step(parameters)
